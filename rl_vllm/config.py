@@ -1,0 +1,165 @@
+"""Settings as frozen values, checked when built; the only module that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_vllm.errors import ConfigError
+from rl_vllm.types import InFlight, KVCache
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def start_timeout_s() -> float:
+    """Seconds a replica may take to start: ``RL_VLLM_TIMEOUT_SECONDS``, or 600.
+
+    Raises:
+        ConfigError: The variable is not a number above 0.
+    """
+    text = os.environ.get("RL_VLLM_TIMEOUT_SECONDS", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ConfigError(f"RL_VLLM_TIMEOUT_SECONDS must be a number of seconds, got {text!r}") from None
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"RL_VLLM_TIMEOUT_SECONDS must be finite and above 0, got {text!r}")
+    return seconds
+
+
+def cache_dir() -> Path:
+    """Folder for prepared models: ``RL_VLLM_CACHE``, or ``~/.cache/rl_vllm``."""
+    return Path(os.environ.get("RL_VLLM_CACHE", "~/.cache/rl_vllm")).expanduser()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine; every replica of a service has the same.
+
+    Attributes:
+        model: Path or hub id.
+        tokenizer: Path or hub id; None means the model's own.
+        skip_tokenizer: Run on token ids alone, for models without a tokenizer.
+        dtype: One of ``DTYPES``.
+        max_model_len: Longest prompt plus response, in tokens; None means the model's own limit.
+        tensor_parallel_size: Workers that share each layer.
+        pipeline_parallel_size: Stages.
+        data_parallel_size: Engine copies inside one replica.
+        enable_prefix_caching: Share KV of equal prefixes.
+        enforce_eager: Run without compilation; the default on CPUs, where compiling takes longer than it saves.
+        enable_fp32_output: Compute the output head in float32.
+        seed: Base seed; replica ``i`` runs with ``seed + i``.
+        logprobs_mode: One of ``LOGPROBS_MODES``; only ``processed_logprobs`` matches what was sampled from.
+        gpu_memory_utilization: Fraction of a GPU's memory; None means vLLM's default.
+        cpu_kv_cache_gib: KV cache per CPU replica, in GiB.
+        cpu_cores: Cores per CPU worker.
+        engine_kwargs: Further fields of vLLM's ``AsyncEngineArgs``, checked when the engine is built.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer: bool = False
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = True
+    enable_fp32_output: bool = False
+    seed: int = 0
+    logprobs_mode: str = "processed_logprobs"
+    gpu_memory_utilization: float | None = None
+    cpu_kv_cache_gib: float = 1.0
+    cpu_cores: int = 1
+    engine_kwargs: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "cpu_cores"):
+            require_at_least(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            require_at_least("max_model_len", self.max_model_len, 2)
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        require_above_zero("cpu_kv_cache_gib", self.cpu_kv_cache_gib)
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """All replicas.
+
+    Attributes:
+        engine: What every replica runs.
+        num_replicas: How many.
+        launch_timeout_s: Limit for all replicas to be ready; None means :func:`start_timeout_s`.
+        request_timeout_s: Limit for one ``generate`` call, in seconds, unless the call sets its own.
+        rpc_timeout_s: Limit for every other call to a replica, in seconds.
+        shutdown_timeout_s: Limit for a replica to stop before it is killed, in seconds.
+    """
+
+    engine: EngineConfig
+    num_replicas: int = 1
+    launch_timeout_s: float | None = None
+    request_timeout_s: float = 3600.0
+    rpc_timeout_s: float = 60.0
+    shutdown_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        require_at_least("num_replicas", self.num_replicas, 1)
+        for name in ("request_timeout_s", "rpc_timeout_s", "shutdown_timeout_s"):
+            require_above_zero(name, getattr(self, name))
+        if self.launch_timeout_s is not None:
+            require_above_zero("launch_timeout_s", self.launch_timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefitConfig:
+    """How new weights are installed.
+
+    Attributes:
+        in_flight: What happens to running requests.
+        kv: What happens to KV of the old weights.
+        stage_timeout_s: Limit for the bytes to be ready everywhere, in seconds.
+        commit_timeout_s: Limit for every replica to serve the new version, in seconds.
+        keep_versions: Staged versions kept for late replicas.
+    """
+
+    in_flight: InFlight = InFlight.KEEP
+    kv: KVCache = KVCache.RECOMPUTE
+    stage_timeout_s: float = 600.0
+    commit_timeout_s: float = 600.0
+    keep_versions: int = 2
+
+    def __post_init__(self) -> None:
+        require_above_zero("stage_timeout_s", self.stage_timeout_s)
+        require_above_zero("commit_timeout_s", self.commit_timeout_s)
+        require_at_least("keep_versions", self.keep_versions, 1)
+
+
+def require_at_least(name: str, value: object, low: int) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an integer of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def require_above_zero(name: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,224 @@
+"""Every exception this package raises on purpose.
+
+Each class states what happened, with values, and what to do; keeps the facts as attributes; and survives pickling,
+because most of them cross a process boundary before anyone reads them.
+"""
+
+from __future__ import annotations
+
+
+class RLVLLMError(Exception):
+    """Base class: ``except RLVLLMError`` catches everything this package raises on purpose."""
+
+    def __init__(self, *facts: object) -> None:
+        # ``args`` holds the constructor's arguments, so the default pickling rebuilds the instance from its facts.
+        super().__init__(*facts)
+
+    def __str__(self) -> str:
+        return self.message()
+
+    def message(self) -> str:
+        """One sentence that says what happened and what to do."""
+        return " ".join(str(fact) for fact in self.args)
+
+
+class ConfigError(RLVLLMError, ValueError):
+    """A setting has a value it cannot have, or two settings contradict each other."""
+
+
+class BadPromptError(RLVLLMError, ValueError):
+    """A row of the batch cannot be sent to the engine.
+
+    Attributes:
+        row: Position of the prompt in the batch.
+        reason: What is wrong with it, with the value, and what to do.
+    """
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row = row
+        self.reason = reason
+
+    def message(self) -> str:
+        return f"prompt {self.row}: {self.reason}"
+
+
+class BadInputError(RLVLLMError, ValueError):
+    """A tensordict, dataset or tensor given by the caller cannot be used; says which entry and why."""
+
+
+class RewardError(RLVLLMError, ValueError):
+    """A reward function returned something that is not one finite number per completion."""
+
+
+class ServiceNotRunningError(RLVLLMError, RuntimeError):
+    """The service was used before ``launch`` or after ``shutdown``.
+
+    Attributes:
+        state: "not launched" or "shut down".
+        call: The method that was called.
+    """
+
+    def __init__(self, state: str, call: str) -> None:
+        super().__init__(state, call)
+        self.state = state
+        self.call = call
+
+    def message(self) -> str:
+        return (
+            f"{self.call} needs a running service, but this one is {self.state}: build one with AsyncVLLM.launch(...)"
+        )
+
+
+class NotEnoughResourcesError(RLVLLMError, RuntimeError):
+    """The Ray cluster cannot hold what was asked for.
+
+    Attributes:
+        wanted: What the replicas need, for example ``{"CPU": 4.0}``.
+        available: What the cluster has in total.
+    """
+
+    def __init__(self, wanted: dict[str, float], available: dict[str, float]) -> None:
+        super().__init__(wanted, available)
+        self.wanted = wanted
+        self.available = available
+
+    def message(self) -> str:
+        return (
+            f"the replicas need {self.wanted} but the Ray cluster has {self.available}: "
+            "lower num_replicas or tensor_parallel_size, or add nodes"
+        )
+
+
+class EngineStartError(RLVLLMError, RuntimeError):
+    """An engine did not come up.
+
+    Attributes:
+        replica: Index of the replica.
+        reason: The engine's own words, taken from the process that failed.
+    """
+
+    def __init__(self, replica: int, reason: str) -> None:
+        super().__init__(replica, reason)
+        self.replica = replica
+        self.reason = reason
+
+    def message(self) -> str:
+        return f"replica {self.replica} did not start: {self.reason}"
+
+
+class EngineDiedError(RLVLLMError, RuntimeError):
+    """An engine stopped working while it held requests.
+
+    Attributes:
+        replica: Index of the replica.
+        reason: What was observed.
+    """
+
+    def __init__(self, replica: int, reason: str) -> None:
+        super().__init__(replica, reason)
+        self.replica = replica
+        self.reason = reason
+
+    def message(self) -> str:
+        return f"replica {self.replica} died: {self.reason}"
+
+
+class GenerationError(RLVLLMError, RuntimeError):
+    """The engine refused or lost requests for a reason that is not the replica's health.
+
+    Attributes:
+        failures: ``(row, reason)`` for each prompt that got no answer.
+    """
+
+    def __init__(self, failures: tuple[tuple[int, str], ...]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+    def message(self) -> str:
+        row, reason = self.failures[0]
+        return f"{len(self.failures)} prompts failed; first, prompt {row}: {reason}"
+
+
+class DeadlineError(RLVLLMError, TimeoutError):
+    """A wait ran out of time; what was waited for has been aborted.
+
+    Attributes:
+        waited_for: What was being waited for.
+        timeout_s: The limit, in seconds.
+    """
+
+    def __init__(self, waited_for: str, timeout_s: float) -> None:
+        super().__init__(waited_for, timeout_s)
+        self.waited_for = waited_for
+        self.timeout_s = timeout_s
+
+    def message(self) -> str:
+        return f"gave up after {self.timeout_s:g} s waiting for {self.waited_for}"
+
+
+class MissingLogprobError(RLVLLMError, RuntimeError):
+    """The engine returned a sampled token without its logprob, or with a NaN.
+
+    Attributes:
+        request: The request's number.
+        position: Index of the token in the response.
+        value: What came instead.
+        version: Weight version that produced the token, or None when unknown.
+    """
+
+    def __init__(self, request: int, position: int, value: str, version: int | None) -> None:
+        super().__init__(request, position, value, version)
+        self.request = request
+        self.position = position
+        self.value = value
+        self.version = version
+
+    def message(self) -> str:
+        return (
+            f"request {self.request}, response token {self.position}, weight version {self.version}: "
+            f"logprob is {self.value}; the weights are probably broken (NaN or infinity)"
+        )
+
+
+class WeightsMismatchError(RLVLLMError, ValueError):
+    """The trainer's tensors are not the ones the engine expects; found before any byte moved.
+
+    Attributes:
+        problems: One line for each difference.
+    """
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def message(self) -> str:
+        lines = "\n  ".join(self.problems)
+        return f"{len(self.problems)} tensors do not match the engine's model; nothing was sent:\n  {lines}"
+
+
+class RefitError(RLVLLMError, RuntimeError):
+    """A refit did not take on every replica.
+
+    Attributes:
+        version: The version that was being installed.
+        phase: "check", "stage" or "commit".
+        replicas: The replicas that failed; empty when the trainer's side failed.
+        reason: The first failing worker's own words.
+    """
+
+    def __init__(self, version: int, phase: str, replicas: tuple[int, ...], reason: str) -> None:
+        super().__init__(version, phase, replicas, reason)
+        self.version = version
+        self.phase = phase
+        self.replicas = replicas
+        self.reason = reason
+
+    def message(self) -> str:
+        after = (
+            "these replicas serve nothing until a refit completes"
+            if self.phase == "commit"
+            else "every replica still serves the old weights"
+        )
+        who = f"replicas {list(self.replicas)}" if self.replicas else "the trainer"
+        return f"refit to version {self.version} failed in {self.phase} on {who}: {self.reason} ({after})"

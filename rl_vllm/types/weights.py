@@ -1,0 +1,165 @@
+"""Values of a refit: what the engine expects, what is sent, what was proven."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor under its checkpoint name.
+
+    Attributes:
+        name: Hugging Face checkpoint name, for example ``model.layers.0.mlp.up_proj.weight``.
+        dtype: torch's name without the prefix, for example ``bfloat16``.
+        shape: Full shape, before any sharding.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class InFlight(enum.Enum):
+    """What happens to running requests when new weights are committed."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class KVCache(enum.Enum):
+    """What happens to KV computed under the old weights when a refit is committed."""
+
+    RECOMPUTE = "recompute"
+    REUSE = "reuse"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """Where one tensor lies in shared storage.
+
+    Attributes:
+        spec: Name, dtype and shape.
+        file: File name inside the version's folder.
+        crc32: Checksum of the tensor's bytes.
+    """
+
+    spec: TensorSpec
+    file: str
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Contents of one staged version; the file ``manifest.json`` in its folder.
+
+    Attributes:
+        version: The version these weights are.
+        writer: Identifies the trainer that wrote the folder.
+        entries: One per tensor.
+    """
+
+    version: int
+    writer: str
+    entries: tuple[ShardEntry, ...]
+
+    FILE_NAME = "manifest.json"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WeightManifest:
+        raw = json.loads(text)
+        entries = tuple(
+            ShardEntry(
+                spec=TensorSpec(item["spec"]["name"], item["spec"]["dtype"], tuple(item["spec"]["shape"])),
+                file=item["file"],
+                crc32=item["crc32"],
+            )
+            for item in raw["entries"]
+        )
+        return cls(version=raw["version"], writer=raw["writer"], entries=entries)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One staged version, as every engine is told of it.
+
+    Attributes:
+        version: Above every version committed before.
+        transport: Name of the transport that knows how to read ``payload``, for example ``shared_storage``.
+        payload: The transport's own facts; JSON values only.
+        num_tensors: Tensors in the update.
+        num_bytes: Their bytes.
+    """
+
+    version: int
+    transport: str
+    payload: Mapping[str, object]
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What one engine did when it committed an update.
+
+    Attributes:
+        version: The version it serves now.
+        stall_s: Seconds during which it made no token.
+        checksum: Digest of all loaded tensors over its workers; equal on all replicas.
+        prefix_cache_reset: Whether cached KV of the old weights is gone.
+    """
+
+    version: int
+    stall_s: float
+    checksum: str
+    prefix_cache_reset: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReceipt:
+    """Proof of a refit that took on every replica.
+
+    Attributes:
+        version: The version every replica serves now.
+        transport: How the bytes moved.
+        in_flight: What happened to running requests.
+        kv: What happened to KV of the old weights.
+        num_replicas: Replicas refitted.
+        num_tensors: Tensors sent.
+        num_bytes: Bytes sent.
+        phase_s: Seconds of "check", "stage" and "commit".
+        stall_s: Longest time a replica made no token, in seconds.
+        checksum: Digest that all replicas agree on.
+        num_rpcs: Calls made to each replica.
+    """
+
+    version: int
+    transport: str
+    in_flight: InFlight
+    kv: KVCache
+    num_replicas: int
+    num_tensors: int
+    num_bytes: int
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    stall_s: float = 0.0
+    checksum: str = ""
+    num_rpcs: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phase_s.values())
+
+    def __str__(self) -> str:
+        phases = " ".join(f"{name}={seconds:.3f}s" for name, seconds in self.phase_s.items())
+        return (
+            f"version={self.version} transport={self.transport} replicas={self.num_replicas} "
+            f"tensors={self.num_tensors} MB={self.num_bytes / 1e6:.1f} {phases} stall={self.stall_s:.3f}s "
+            f"in_flight={self.in_flight.value} kv={self.kv.value} checksum={self.checksum}"
+        )
