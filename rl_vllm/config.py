@@ -48,7 +48,8 @@ class EngineConfig:
         pipeline_parallel_size: Stages.
         data_parallel_size: Engine copies inside one replica.
         enable_prefix_caching: Share KV of equal prefixes.
-        enforce_eager: Run without compilation; the default on CPUs, where compiling takes longer than it saves.
+        enforce_eager: Run without compilation. None means yes on CPUs, where compiling needs a C++ compiler and takes
+            longer than it saves, and no on GPUs.
         enable_fp32_output: Compute the output head in float32.
         seed: Base seed; replica ``i`` runs with ``seed + i``.
         logprobs_mode: One of ``LOGPROBS_MODES``; only ``processed_logprobs`` matches what was sampled from.
@@ -67,7 +68,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_prefix_caching: bool = True
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     enable_fp32_output: bool = False
     seed: int = 0
     logprobs_mode: str = "processed_logprobs"

@@ -20,6 +20,7 @@ from rl_vllm.types.weights import (
     TensorSpec,
     WeightManifest,
     WeightUpdate,
+    weights_digest,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "WeightUpdate",
     "WeightVersionSpan",
     "pack_rows",
+    "weights_digest",
 ]

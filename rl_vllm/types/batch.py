@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -188,6 +188,10 @@ class CompletionBatch:
             WeightVersionSpan(int(versions[start]), int(start), int(end))
             for start, end in zip(starts, ends, strict=True)
         )
+
+    def with_failures(self, failures: Iterable[RequestFailure]) -> CompletionBatch:
+        """The same samples with other failures."""
+        return replace(self, failures=tuple(failures))
 
     @classmethod
     def empty(cls) -> CompletionBatch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 
@@ -21,6 +22,15 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+def weights_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> str:
+    """Digest of a whole set of weights, from each tensor's spec and CRC-32; independent of their order.
+
+    Trainer and engines compute it each from the bytes in its own hands; equal digests mean equal weights.
+    """
+    lines = sorted(f"{spec.name} {spec.dtype} {list(spec.shape)} {crc32:08x}" for spec, crc32 in tensors)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 class InFlight(enum.Enum):
@@ -96,6 +106,7 @@ class WeightUpdate:
         payload: The transport's own facts; JSON values only.
         num_tensors: Tensors in the update.
         num_bytes: Their bytes.
+        checksum: The trainer's :func:`weights_digest` of what it sent, or None when the transport cannot know it.
     """
 
     version: int
@@ -103,6 +114,7 @@ class WeightUpdate:
     payload: Mapping[str, object]
     num_tensors: int
     num_bytes: int
+    checksum: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

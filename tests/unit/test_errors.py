@@ -1,0 +1,99 @@
+"""Every exception carries its facts across a process boundary and says what happened."""
+
+import inspect
+import pickle
+
+import pytest
+
+from rl_vllm import errors
+
+# One instance of each public class, with arguments that a message can be checked for.
+EXAMPLES = [
+    errors.RLVLLMError("two", 2),
+    errors.ConfigError("num_replicas must be at least 1, got 0"),
+    errors.BadPromptError(3, "it is empty"),
+    errors.BadInputError("no entry 'query'"),
+    errors.RewardError("row 2 is nan"),
+    errors.ServiceNotRunningError("shut down", "generate"),
+    errors.NotEnoughResourcesError({"CPU": 4.0}, {"CPU": 2.0}),
+    errors.EngineStartError(1, "no such model"),
+    errors.EngineDiedError(1, "exit code -9"),
+    errors.GenerationError(((4, "prompt too long"), (6, "aborted"))),
+    errors.DeadlineError("replica 2 to start", 1.5),
+    errors.MissingLogprobError(7, 3, "nan", None),
+    errors.WeightsMismatchError(("a: missing", "b: float32, wanted bfloat16")),
+    errors.RefitError(7, "commit", (2,), "bucket 14: checksum mismatch"),
+]
+
+
+def public_errors() -> set[type[errors.RLVLLMError]]:
+    members = inspect.getmembers(errors, inspect.isclass)
+    return {value for name, value in members if issubclass(value, BaseException) and not name.startswith("_")}
+
+
+def test_every_public_error_has_an_example_here():
+    assert {type(error) for error in EXAMPLES} == public_errors()
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_with_its_attributes_and_message(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert vars(again) == vars(error)
+    assert again.args == error.args
+    assert str(again) == str(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_keeps_each_argument_under_its_own_name(error):
+    names = list(inspect.signature(type(error).__init__).parameters)[1:]
+    if names == ["facts"]:
+        return
+    assert [vars(error)[name] for name in names] == list(error.args)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_is_caught_as_an_error_of_this_package(error):
+    with pytest.raises(errors.RLVLLMError):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.BadPromptError, ValueError),
+        (errors.BadInputError, ValueError),
+        (errors.RewardError, ValueError),
+        (errors.WeightsMismatchError, ValueError),
+        (errors.DeadlineError, TimeoutError),
+        (errors.RefitError, RuntimeError),
+    ],
+)
+def test_an_error_is_also_the_builtin_that_a_caller_expects(error, builtin):
+    assert issubclass(error, builtin)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.BadPromptError(3, "it is empty"), "prompt 3: it is empty"),
+        (errors.DeadlineError("replica 2 to start", 1.5), "gave up after 1.5 s waiting for replica 2 to start"),
+        (errors.GenerationError(((4, "too long"), (6, "no"))), "2 prompts failed; first, prompt 4: too long"),
+        (
+            errors.WeightsMismatchError(("a: missing", "b: float32")),
+            "2 tensors do not match the engine's model; nothing was sent:\n  a: missing\n  b: float32",
+        ),
+        (
+            errors.RefitError(7, "commit", (2,), "checksum"),
+            "refit to version 7 failed in commit on replicas [2]: checksum "
+            "(these replicas serve nothing until a refit completes)",
+        ),
+        (
+            errors.RefitError(7, "stage", (), "disk full"),
+            "refit to version 7 failed in stage on the trainer: disk full (every replica still serves the old weights)",
+        ),
+    ],
+)
+def test_a_message_says_what_happened_with_values(error, message):
+    assert str(error) == message
