@@ -5,7 +5,7 @@ Policy and weights see only this module, so both run against the fakes in :mod:`
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Facts about the loaded model."""
         ...
 
-    def stream(self, batch: RequestBatch) -> AsyncIterator[CompletionBatch]:
+    def stream(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
         """Generate, yielding columns as requests finish; each request once, with all its samples or a failure.
 
         Closing the iterator aborts what is pending.
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """The tensors a trainer must send, under checkpoint names, tied heads left out."""
         ...
 
-    async def stage_weights(self, update: WeightUpdate) -> None:
+    async def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
         """Make the update's bytes ready to load, while generation goes on; raises with the reason when they are not."""
         ...
 

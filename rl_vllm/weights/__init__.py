@@ -1,1 +1,18 @@
-"""weights layer."""
+"""Weights from a trainer to every replica, with proof that they took."""
+
+from rl_vllm.weights.check import check_specs
+from rl_vllm.weights.scheme import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
+from rl_vllm.weights.shared_storage import SharedStorageTransport
+from rl_vllm.weights.source import CastSource, ModuleSource
+from rl_vllm.weights.update import refit
+
+__all__ = [
+    "CastSource",
+    "ModuleSource",
+    "SharedStorageTransport",
+    "VLLMWeightReceiver",
+    "VLLMWeightSender",
+    "VLLMWeightSyncScheme",
+    "check_specs",
+    "refit",
+]

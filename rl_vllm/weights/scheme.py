@@ -1,0 +1,225 @@
+"""TorchRL's weight-sync interface over :func:`~rl_vllm.weights.update.refit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+from rl_vllm.config import RefitConfig
+from rl_vllm.errors import ConfigError
+from rl_vllm.protocols import GenerationService, WeightSource, WeightTransport
+from rl_vllm.types import RefitReceipt
+from rl_vllm.weights.shared_storage import SharedStorageTransport
+from rl_vllm.weights.source import ModuleSource
+from rl_vllm.weights.update import refit
+
+Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | TensorDictBase | WeightSource
+
+# A transport is one file and one line here.
+TRANSPORTS: dict[str, Callable[[RefitConfig, str | os.PathLike[str] | None], WeightTransport]] = {
+    "shared_storage": lambda config, folder: SharedStorageTransport(folder, keep_versions=config.keep_versions),
+}
+
+
+class VersionedCollector(Protocol):
+    """What a sender needs of a TorchRL collector."""
+
+    def increment_version(self) -> None:
+        """Count one more policy version."""
+        ...
+
+
+class VLLMWeightSyncScheme(WeightSyncScheme):
+    """Keeps a vLLM service's weights equal to a trainer's model.
+
+    Two ways to use it, with the same refit underneath::
+
+        sender = VLLMWeightSyncScheme(service=service).create_sender()
+        sender.register_model(model)
+        receipt = sender.update_weights()
+
+        scheme = VLLMWeightSyncScheme(service=service)
+        scheme.register_model(model)
+        collector = Collector(env, policy, weight_sync_schemes={"policy": scheme}, ...)
+        collector.update_policy_weights_()
+
+    In the second, the collector's construction sends the registered model's weights, so that no rollout is made with
+    others; and the collector counts its own versions.
+
+    Args:
+        transport: One of ``TRANSPORTS``.
+        service: What to refit; may be given to :meth:`create_sender` or :meth:`create_receiver` instead.
+        config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
+        folder: Where ``shared_storage`` puts its files; None means a private folder on this machine.
+
+    Raises:
+        ConfigError: The transport is not known.
+    """
+
+    def __init__(
+        self,
+        transport: str = "shared_storage",
+        *,
+        service: GenerationService | None = None,
+        config: RefitConfig | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"transport must be one of {', '.join(sorted(TRANSPORTS))}, got {transport!r}")
+        self._transport: WeightTransport | None = None
+        super().__init__(strategy="tensordict")
+        self._transport_name = transport
+        self._service = service
+        self._config = config or RefitConfig()
+        self._folder = folder
+        self._trained: Weights | None = None
+        self.last_receipt: RefitReceipt | None = None
+
+    def create_sender(self, service: GenerationService | None = None) -> VLLMWeightSender:
+        """The trainer's end."""
+        self._bind(service)
+        return VLLMWeightSender(self)
+
+    def create_receiver(self, service: GenerationService) -> VLLMWeightReceiver:
+        """Name the service that receives; the engines load by themselves, so the result only looks and pushes."""
+        self._bind(service)
+        return VLLMWeightReceiver(self, service)
+
+    def create_transport(self, **kwargs: Any) -> WeightTransport:
+        """The transport that moves the bytes, made by the first call."""
+        if kwargs:
+            raise ConfigError(f"create_transport takes no arguments, got {sorted(kwargs)}")
+        if self._transport is None:
+            self._transport = TRANSPORTS[self._transport_name](self._config, self._folder)
+        return self._transport
+
+    def register_model(self, model: Weights) -> None:
+        """Remember whose weights to send when none are given; its values are read at each refit."""
+        self._trained = _as_source(model)
+
+    def refit(self, weights: Weights | None = None) -> RefitReceipt:
+        """Install weights, or the registered model's, on every replica.
+
+        Raises:
+            ConfigError: There is no service or nothing to send.
+            RefitError: See :func:`~rl_vllm.weights.update.refit`.
+        """
+        if self._service is None:
+            raise ConfigError("no service to refit: VLLMWeightSyncScheme(service=...) or create_sender(service)")
+        trained = self._trained if weights is None else weights
+        if trained is None:
+            raise ConfigError("no weights to send: call register_model(model) first, or pass weights")
+        self.last_receipt = refit(self._service, _as_source(trained), self.create_transport(), config=self._config)
+        return self.last_receipt
+
+    def send(self, weights: Weights | None = None, worker_ids: int | list[int] | None = None) -> None:
+        """Refit on behalf of a collector, which counts the version itself.
+
+        Raises:
+            ConfigError: ``worker_ids`` is given: replicas are refitted together.
+        """
+        if worker_ids is not None:
+            raise ConfigError(f"worker_ids={worker_ids!r}: all replicas are refitted together, leave it out")
+        self.refit(weights)
+
+    def shutdown(self) -> None:
+        """Close the transport. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        super().shutdown()
+
+    def _bind(self, service: GenerationService | None) -> None:
+        if service is None:
+            return
+        if self._service is not None and self._service is not service:
+            raise ConfigError("this scheme refits another service already: make one scheme for each service")
+        self._service = service
+
+    def _init_on_sender_impl(self, *, model_id: str | None = None, context: Any = None, **kwargs: Any) -> None:
+        if kwargs:
+            raise ConfigError(
+                f"weights go to the vLLM service, not to collector workers ({sorted(kwargs)} given): use this scheme "
+                "with a collector of one process, or create_sender()"
+            )
+        self.model_id = model_id
+        self.context = context
+
+    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        raise ConfigError(
+            f"model {model_id!r}: weights go to the vLLM service, a collector worker has nothing to receive: use this "
+            "scheme in the process of the trainer"
+        )
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any | None = None
+    ) -> None:
+        if weights is not None or self._trained is not None:
+            self.send(weights, worker_ids=worker_idx)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_transport": None, "_service": None, "_trained": None}
+
+
+class VLLMWeightSender:
+    """The trainer's end of a scheme, with the methods that TorchRL's scripts call."""
+
+    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._collectors: list[VersionedCollector] = []
+
+    def register_model(self, model: Weights) -> None:
+        """See :meth:`VLLMWeightSyncScheme.register_model`."""
+        self._scheme.register_model(model)
+
+    def register_collector(self, collector: VersionedCollector) -> None:
+        """Count one more policy version on this collector after each update that took."""
+        if collector not in self._collectors:
+            self._collectors.append(collector)
+
+    def update_weights(self, weights: Weights | None = None) -> RefitReceipt:
+        """Install weights, or the registered model's; returns when every replica serves them.
+
+        Raises:
+            ConfigError: There is no service or nothing to send.
+            RefitError: See :func:`~rl_vllm.weights.update.refit`; no collector's version moves.
+        """
+        receipt = self._scheme.refit(weights)
+        for collector in self._collectors:
+            collector.increment_version()
+        return receipt
+
+    def shutdown(self) -> None:
+        """Close the scheme's transport. Idempotent."""
+        self._collectors.clear()
+        self._scheme.shutdown()
+
+
+class VLLMWeightReceiver:
+    """The engines' end: they load on commit, so there is nothing to poll."""
+
+    def __init__(self, scheme: VLLMWeightSyncScheme, service: GenerationService) -> None:
+        self._scheme = scheme
+        self._service = service
+
+    @property
+    def weight_version(self) -> int:
+        """The newest version that every serving replica has."""
+        return self._service.weight_version
+
+    def apply_weights(self, weights: Weights) -> RefitReceipt:
+        """Install these weights; see :meth:`VLLMWeightSyncScheme.refit`."""
+        return self._scheme.refit(weights)
+
+
+def _as_source(weights: Weights) -> WeightSource:
+    if isinstance(weights, nn.Module | Mapping | TensorDictBase):
+        return ModuleSource(weights)
+    return weights

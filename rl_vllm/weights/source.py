@@ -1,0 +1,241 @@
+"""Where weights come from: a module, or a state dict, under the names a checkpoint would have.
+
+Transformers keeps some weights under other names, or fused, while a model is in memory (the experts of a MoE layer are
+one tensor). The engine's loaders want the checkpoint's names, so what is sent goes through the reverse mapping that
+``save_pretrained`` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+
+import torch
+from tensordict import TensorDictBase, TensorDictParams
+from torch import nn
+
+from rl_vllm.errors import BadInputError
+from rl_vllm.protocols import WeightSource
+from rl_vllm.types import TensorSpec
+from rl_vllm.weights import lora
+
+HEAD = "lm_head.weight"
+
+
+class ModuleSource:
+    """A :class:`~rl_vllm.protocols.WeightSource` over live weights: every pass reads what they are then.
+
+    Args:
+        weights: One of
+            a Hugging Face model, with or without PEFT LoRA adapters (merged for sending, in float32, without changing
+            the model);
+            a module that contains exactly one, such as TorchRL's ``TransformersWrapper``;
+            any other module, whose parameter names must be checkpoint names;
+            a state dict or tensordict of checkpoint names.
+            Tied heads are left out; buffers are sent only when ``state_dict`` has them.
+
+    Raises:
+        BadInputError: There is no single model to send, or its adapters cannot be merged.
+    """
+
+    def __init__(self, weights: nn.Module | Mapping[str, torch.Tensor] | TensorDictBase) -> None:
+        self._module: nn.Module | None = None
+        self._mapping: dict[str, torch.Tensor] | None = None
+        if isinstance(weights, TensorDictParams | TensorDictBase):
+            self._mapping = _flat(weights)
+        elif isinstance(weights, nn.Module):
+            self._module = _model_inside(weights)
+        elif isinstance(weights, Mapping):
+            self._mapping = dict(weights)
+        else:
+            raise BadInputError(f"weights must be a module, a state dict or a tensordict, got {type(weights).__name__}")
+        if self._mapping is not None and not self._mapping:
+            raise BadInputError("the state dict is empty: there is nothing to send")
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and full shapes of what iteration yields, in order; no data moves."""
+        return tuple(spec_of(name, tensor) for name, tensor in self._checkpoint_tensors(_Entry.shadow))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass over plain, full, contiguous tensors, detached; at most one layer of new memory at a time."""
+        for name, tensor in self._checkpoint_tensors(_Entry.tensor):
+            yield name, tensor.contiguous()
+
+    def _entries(self) -> dict[str, _Entry]:
+        if self._mapping is not None:
+            return _without_tied_head({name: _Entry(tensor, []) for name, tensor in self._mapping.items()})
+        assert self._module is not None
+        if lora.is_adapted(self._module):
+            tensors, deltas = lora.base_state(self._module)
+        else:
+            tensors, deltas = self._module.state_dict(), {}
+        entries = {
+            name: _Entry(tensor, deltas.get(name, []))
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        return _without_ties(self._module, entries)
+
+    def _checkpoint_tensors(self, read: Callable[[_Entry], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Layer by layer, because conversions join or split tensors within a layer and never across layers."""
+        convert = _is_transformers_model(self._module)
+        for _, group in groupby(self._entries().items(), key=lambda item: _layer_of(item[0])):
+            tensors = {name: read(entry) for name, entry in group}
+            if convert:
+                from transformers.core_model_loading import revert_weight_conversion
+
+                tensors = revert_weight_conversion(self._module, tensors)
+            yield from tensors.items()
+
+
+class CastSource:
+    """Another source in the dtypes an engine expects: what is declared is what is sent.
+
+    Args:
+        source: Yields at least the names of ``expected``.
+        expected: The engine's specs.
+    """
+
+    def __init__(self, source: WeightSource, expected: tuple[TensorSpec, ...]) -> None:
+        self._source = source
+        self._dtypes = {spec.name: spec.dtype for spec in expected}
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(spec.name, self._dtypes[spec.name], spec.shape) for spec in self._source.specs())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source:
+            yield name, tensor.to(dtype_from(self._dtypes[name]))
+
+
+class _Entry:
+    """One tensor of the trainer's model, with what LoRA adds to it."""
+
+    def __init__(self, base: torch.Tensor, deltas: list[lora.Delta]) -> None:
+        self.base = base
+        self._deltas = deltas
+        self.shape = base.shape
+        # The sum is made in float32 and rounded once, by the cast to the engine's dtype.
+        self.dtype = torch.promote_types(base.dtype, torch.float32) if deltas else base.dtype
+
+    def shadow(self) -> torch.Tensor:
+        """The same tensor without data, to learn names and shapes from."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def tensor(self) -> torch.Tensor:
+        """The full tensor as it is now: the trainer's own memory unless adapters are added or shards gathered."""
+        if self.base.is_meta:
+            raise BadInputError("the model's weights have no data (meta device): load or initialise them first")
+        whole = _full(self.base.detach())
+        if not self._deltas:
+            return whole
+        merged = whole.to(self.dtype, copy=True)
+        for delta in self._deltas:
+            merged += _full(delta().detach())
+        return merged
+
+    def is_same_as(self, other: _Entry) -> bool:
+        return (
+            not self._deltas
+            and not other._deltas
+            and self.shape == other.shape
+            and _full(self.base).data_ptr() == _full(other.base).data_ptr()
+        )
+
+    def is_equal_to(self, other: _Entry) -> bool:
+        return self.shape == other.shape and torch.equal(self.tensor(), other.tensor())
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """The dtype of a :class:`TensorSpec`.
+
+    Raises:
+        BadInputError: torch has no such dtype.
+    """
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise BadInputError(f"torch has no dtype {name!r}")
+    return found
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor: only plain tensors leave."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(weights: TensorDictBase) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.flatten_keys(".").items() if isinstance(value, torch.Tensor)}
+
+
+def _layer_of(name: str) -> str:
+    """``model.layers.3.mlp.experts.7.w1`` belongs to ``model.layers.3``; names without a number to their parent."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:-1])
+
+
+def _is_transformers_model(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _model_inside(module: nn.Module) -> nn.Module:
+    """The one Hugging Face model to send, or the module itself when there is none."""
+    from transformers import PreTrainedModel
+
+    if lora.is_adapted(module):
+        lora.refuse_prompt_learning(module)
+    found: dict[str, nn.Module] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, PreTrainedModel) and not any(path.startswith(f"{outer}.") for outer in found if outer):
+            found[path] = child
+        if "" in found:
+            return module
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        names = ", ".join(f"{path} ({type(child).__name__})" for path, child in found.items())
+        raise BadInputError(
+            f"{type(module).__name__} holds {len(found)} models, {names}: pass the one that the engine serves"
+        )
+    if any(isinstance(child, TensorDictParams) for child in module.modules()):
+        raise BadInputError(
+            f"{type(module).__name__} keeps its parameters outside its networks, as TorchRL's losses do: pass the "
+            "policy module that you gave to it, for example the TransformersWrapper"
+        )
+    if next(module.parameters(), None) is None:
+        raise BadInputError(f"{type(module).__name__} has no parameters: there is nothing to send")
+    return module
+
+
+def _without_ties(module: nn.Module, entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    if not _is_transformers_model(module):
+        return _without_tied_head(entries)
+    kept = dict(entries)
+    for target, source in module.all_tied_weights_keys.items():  # type: ignore[union-attr, operator]
+        if target not in kept or source not in kept:
+            continue
+        # A head the config ties but that has storage of its own is dropped only while it is equal: otherwise the check
+        # against the engine's specs reports it.
+        if kept[target].is_same_as(kept[source]) or kept[target].is_equal_to(kept[source]):
+            del kept[target]
+    return kept
+
+
+def _without_tied_head(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """Without a config to ask, the output head is tied when it shares its storage with another entry."""
+    head = entries.get(HEAD)
+    if head is None or not any(head.is_same_as(entry) for name, entry in entries.items() if name != HEAD):
+        return entries
+    return {name: entry for name, entry in entries.items() if name != HEAD}

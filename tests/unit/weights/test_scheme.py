@@ -1,0 +1,161 @@
+"""TorchRL's weight-sync interface."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
+from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+from rl_vllm.config import RefitConfig
+from rl_vllm.errors import ConfigError, RefitError, WeightsMismatchError
+from rl_vllm.testing.fake_service import FakeScript, FakeService
+from rl_vllm.types import InFlight, TensorSpec
+from rl_vllm.weights.scheme import VLLMWeightSyncScheme
+
+SPECS = (TensorSpec("weight", "float32", (2, 3)), TensorSpec("bias", "float32", (2,)))
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService(specs=SPECS)
+
+
+@pytest.fixture
+def scheme(service: FakeService, tmp_path: Path) -> Iterator[VLLMWeightSyncScheme]:
+    scheme = VLLMWeightSyncScheme(service=service, folder=tmp_path)
+    yield scheme
+    scheme.shutdown()
+
+
+class CountingCollector:
+    def __init__(self) -> None:
+        self.version = 0
+
+    def increment_version(self) -> None:
+        self.version += 1
+
+
+def test_a_sender_installs_the_registered_model_and_counts_collector_versions(
+    scheme: VLLMWeightSyncScheme, service: FakeService
+) -> None:
+    sender = scheme.create_sender()
+    collectors = CountingCollector(), CountingCollector()
+    sender.register_model(nn.Linear(3, 2))
+    for collector in (*collectors, collectors[0]):
+        sender.register_collector(collector)
+    receipts = [sender.update_weights(), sender.update_weights()]
+    assert [receipt.version for receipt in receipts] == [1, 2]
+    assert service.weight_version == 2
+    assert [collector.version for collector in collectors] == [2, 2]
+
+
+def test_no_collector_moves_when_a_refit_fails(scheme: VLLMWeightSyncScheme, service: FakeService) -> None:
+    sender, collector = scheme.create_sender(), CountingCollector()
+    sender.register_model(nn.Linear(3, 2))
+    sender.register_collector(collector)
+    service.script = FakeScript(stage_error=RefitError(1, "stage", (0,), "no"))
+    with pytest.raises(RefitError):
+        sender.update_weights()
+    with pytest.raises(WeightsMismatchError):
+        sender.update_weights(nn.Linear(1, 1))
+    assert collector.version == 0
+
+
+@pytest.mark.parametrize("form", ["module", "state dict", "tensordict"])
+def test_weights_given_to_the_call_replace_the_registered_ones(
+    scheme: VLLMWeightSyncScheme, service: FakeService, form: str
+) -> None:
+    sender, other = scheme.create_sender(), nn.Linear(3, 2)
+    sender.register_model(nn.Linear(3, 2))
+    weights = {
+        "module": other,
+        "state dict": other.state_dict(),
+        "tensordict": TensorDict(dict(other.state_dict())),
+    }[form]
+    registered = sender.update_weights().checksum
+    assert sender.update_weights(weights).checksum != registered
+    assert sender.update_weights(other).checksum == sender.update_weights(weights).checksum
+
+
+def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="one of shared_storage, got 'pigeon'"):
+        VLLMWeightSyncScheme("pigeon")
+
+
+def test_missing_pieces_are_named() -> None:
+    scheme = VLLMWeightSyncScheme()
+    with pytest.raises(ConfigError, match="no service"):
+        scheme.create_sender().update_weights(nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match="register_model"):
+        scheme.create_sender(FakeService(specs=SPECS)).update_weights()
+    with pytest.raises(ConfigError, match="another service"):
+        scheme.create_receiver(FakeService(specs=SPECS))
+
+
+def test_a_receiver_pushes_and_knows_the_version(service: FakeService, tmp_path: Path) -> None:
+    scheme = VLLMWeightSyncScheme(folder=tmp_path)
+    receiver = scheme.create_receiver(service)
+    receiver.apply_weights(nn.Linear(3, 2))
+    assert receiver.weight_version == 1
+    scheme.shutdown()
+
+
+def test_the_config_reaches_the_service(service: FakeService, tmp_path: Path) -> None:
+    scheme = VLLMWeightSyncScheme(
+        service=service, folder=tmp_path, config=RefitConfig(in_flight=InFlight.ABORT, keep_versions=1)
+    )
+    for _ in range(2):
+        scheme.refit(nn.Linear(3, 2))
+    assert service.commit_calls[0].in_flight is InFlight.ABORT
+    assert [path.name for path in tmp_path.glob("v*")] == ["v000002"]
+    scheme.shutdown()
+
+
+def test_it_works_through_a_torchrl_collector(scheme: VLLMWeightSyncScheme, service: FakeService) -> None:
+    model = nn.Linear(3, 2)
+    scheme.register_model(model)
+    collector = Collector(
+        ContinuousActionVecMockEnv(),
+        None,
+        frames_per_batch=4,
+        total_frames=4,
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+    )
+    assert isinstance(scheme, WeightSyncScheme)
+    # Before any rollout the service has the trainer's weights.
+    assert service.weight_version == 1
+    first = service.commit_calls[0].update.checksum
+    with torch.no_grad():
+        model.weight += 1.0
+    before = collector.policy_version
+    collector.update_policy_weights_()
+    assert service.weight_version == 2
+    assert service.commit_calls[1].update.checksum != first
+    assert collector.policy_version == before + 1
+    collector.shutdown()
+
+
+def test_a_collector_with_workers_is_refused(scheme: VLLMWeightSyncScheme) -> None:
+    with pytest.raises(ConfigError, match="collector of one process"):
+        scheme.init_on_sender(params_map={}, model_id="policy")
+    with pytest.raises(ConfigError, match="nothing to receive"):
+        scheme.init_on_receiver(model_id="policy")
+    with pytest.raises(ConfigError, match="worker_ids=1"):
+        scheme.send(nn.Linear(3, 2), worker_ids=1)
+
+
+def test_a_pickled_scheme_keeps_its_settings_and_leaves_the_rest_behind(scheme: VLLMWeightSyncScheme) -> None:
+    scheme.register_model(nn.Linear(3, 2))
+    scheme.refit()
+    copy = pickle.loads(pickle.dumps(scheme))
+    with pytest.raises(ConfigError, match="no service"):
+        copy.refit()
