@@ -43,9 +43,17 @@ def build_model(folder: Path) -> str:
 
 def measure(model: str, rounds: int) -> dict[str, object]:
     """Median tokens per second of each path and the median ratios to raw vLLM."""
-    runs = build_runs(model)
+    runs, close = build_runs(model)
+    try:
+        return compare(runs, rounds)
+    finally:
+        close()
+
+
+def compare(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, object]:
+    """Run the paths in turn, after one run of each that does not count."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _, run in sorted(runs.items()):
+    for run in runs.values():
         run()
     for round_index in range(rounds):
         # Start each round with another path, so that a drift of the machine favours none.
@@ -67,8 +75,8 @@ def measure(model: str, rounds: int) -> dict[str, object]:
     }
 
 
-def build_runs(model: str) -> dict[str, Callable[[], int]]:
-    """The three paths, each a call that makes the batch and returns its number of response tokens."""
+def build_runs(model: str) -> tuple[dict[str, Callable[[], int]], Callable[[], None]]:
+    """The three paths, each a call that makes the batch and returns how many tokens came; and a call that ends them."""
     import torch
     from tensordict import TensorDict
     from torchrl.modules.llm.policies import Tokens
@@ -101,7 +109,11 @@ def build_runs(model: str) -> dict[str, Callable[[], int]]:
     def through_policy() -> int:
         return int(policy(inputs.copy())["completion", "response_length"].sum())
 
-    return {"raw": raw, "service": through_service, "policy": through_policy}
+    def close() -> None:
+        service.shutdown()
+        raw_engine.llm_engine.engine_core.shutdown()
+
+    return {"raw": raw, "service": through_service, "policy": through_policy}, close
 
 
 def build_raw(model: str):

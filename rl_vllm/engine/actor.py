@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +44,7 @@ class EngineActor:
         self._lease: CoreLease | None = None
         self._engine: VLLMEngine | None = None
         # Detached from this process, so that it outlives it in every case; ends when nothing is left to clean up.
-        subprocess.run([sys.executable, "-S", "-E", reaper.__file__, str(os.getpid())], check=True, timeout=30)
+        reaper.start(os.getpid())
 
     async def start(self) -> ModelInfo:
         """Load the model and make a first token.
@@ -65,7 +63,10 @@ class EngineActor:
         except RLVLLMError as error:
             raise EngineStartError(self._replica, str(error)) from error
         except Exception as error:
-            raise EngineStartError(self._replica, root_cause(error, mark.printed_since())) from error
+            reason = root_cause(error, mark.printed_since())
+            if self._on_cpu and "gpu_memory_utilization" in reason:
+                reason += f" Here that is EngineConfig.cpu_kv_cache_gib, now {self._config.cpu_kv_cache_gib:g}."
+            raise EngineStartError(self._replica, reason) from error
         return await self._engine.model_info()
 
     def _set_environment(self) -> None:

@@ -8,6 +8,7 @@ and removes the files nobody maps any more: a killed engine leaves its ``psm_*``
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 
 _SCAN_PERIOD_S = 1.0
 _KILL_GRACE_S = 5.0
+_START_TIMEOUT_S = 30.0
 _SEGMENT = "/dev/shm/psm_"
 
 # A process is told from a later one with the same pid by its start time.
@@ -96,6 +98,11 @@ def watch(pid: int) -> None:
         segments = {name for name in segments if Path(name).exists()}
     kill_all(seen)
     remove_unused(segments)
+
+
+def start(pid: int) -> None:
+    """Start a reaper for ``pid``; it ends when ``pid`` has ended and nothing of it is left."""
+    subprocess.run([sys.executable, "-S", "-E", __file__, str(pid)], check=True, timeout=_START_TIMEOUT_S)
 
 
 def main() -> None:

@@ -8,11 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import CancelledError
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_vllm.config import EngineConfig, ServiceConfig, start_timeout_s
-from rl_vllm.errors import ConfigError, GenerationError, ServiceNotRunningError
+from rl_vllm.errors import ConfigError, EngineDiedError, GenerationError, ServiceNotRunningError
 from rl_vllm.service.dispatch import Dispatcher
 from rl_vllm.service.executors import Executor
 from rl_vllm.service.inputs import Prompts, parse_prompts
@@ -32,6 +34,7 @@ from rl_vllm.types import (
     KVCache,
     ModelInfo,
     PromptBatch,
+    ReplicaState,
     SamplingConfig,
     TensorSpec,
     WeightUpdate,
@@ -144,34 +147,38 @@ class AsyncVLLM:
         return cls.launch(config, num_replicas)
 
     def start(self) -> None:
-        """Start the engines; see :meth:`launch`."""
-        from rl_vllm.service.preflight import check_config
-
+        """Start the engines; see :meth:`launch`. Does nothing when they run already."""
         with self._lock:
+            if self._state == "running":
+                return
             if self._state != "not launched":
                 raise ServiceNotRunningError(self._state, "start()")
-            check_config(self.config.engine)
             if self._executor is None:
                 from rl_vllm.service.ray_executor import RayExecutor
 
                 self._executor = RayExecutor()
-            self._executor.prepare()
+            self._executor.prepare(self.config)
             self._loop = LoopThread("rl_vllm-service")
             self._state = "starting"
             # Before the engines exist: an interrupt while they start must stop them too.
             atexit.register(self.shutdown)
         limit_s = (self.config.launch_timeout_s or start_timeout_s()) + _GRACE_S
         started = time.perf_counter()
+        launch = partial(self._executor.launch, self.config)
         try:
-            launching = self._executor.launch(self.config)
-            engines, self._model = self._loop.run(launching, timeout_s=limit_s, waited_for="the replicas to start")
+            engines, self._model = self._loop.run(launch, timeout_s=limit_s, waited_for="the replicas to start")
+        except CancelledError:
+            raise ServiceNotRunningError("shut down", "start()") from None
         except BaseException:
             self.shutdown()
             raise
         self._replicas = ReplicaSet(engines)
         self._dispatcher = Dispatcher(self._replicas)
-        self._weights = WeightsControl(self._replicas, self.config.rpc_timeout_s)
-        self._state = "running"
+        self._weights = WeightsControl(self._replicas)
+        with self._lock:
+            if self._state != "starting":
+                raise ServiceNotRunningError(self._state, "start()")
+            self._state = "running"
         logger.info(
             "%d replicas of %s serve after %.1f s", len(engines), self._model.model, time.perf_counter() - started
         )
@@ -253,7 +260,13 @@ class AsyncVLLM:
         replicas = self._running("metrics()")
 
         async def ask(replica: Replica) -> EngineMetrics | None:
-            return await replica.engine.metrics() if replica in replicas.living() else None
+            if replica.state is ReplicaState.DEAD:
+                return None
+            try:
+                return await replica.engine.metrics()
+            except EngineDiedError as error:
+                replicas.set_state(replica, ReplicaState.DEAD, str(error))
+                return None
 
         return self._call("metrics", lambda: asyncio.gather(*(ask(replica) for replica in replicas.all)))
 
@@ -282,7 +295,7 @@ class AsyncVLLM:
         return self._call("commit_weights", work, timeout_s=timeout_s + _GRACE_S)
 
     def shutdown(self) -> None:
-        """Stop every engine and give back what it held. Idempotent."""
+        """Stop every engine and give back what it held; calls under way end in an error. Idempotent."""
         with self._lock:
             if self._loop is None or self._state == "shut down":
                 self._state = "shut down"
@@ -293,7 +306,7 @@ class AsyncVLLM:
         atexit.unregister(self.shutdown)
         try:
             limit_s = self.config.shutdown_timeout_s + 2 * _GRACE_S
-            loop.run(executor.close(), timeout_s=limit_s, waited_for="the replicas to stop")
+            loop.run(executor.close, timeout_s=limit_s, waited_for="the replicas to stop")
         finally:
             loop.close()
             executor.release()
@@ -320,11 +333,10 @@ class AsyncVLLM:
         assert self._dispatcher is not None
         rows, refused = check_prompts(prompts, self._model, on_bad_prompt)
         settings = settings_per_row(prompts, rows, sampling, self._model)
-        stream = self._dispatcher.stream(prompts, rows, settings)
-        limit_s = timeout_s or self.config.request_timeout_s
-        work = _gather(stream, on_chunk)
-        chunks = self._call(f"{len(rows)} prompts", lambda: work, timeout_s=limit_s)
-        batch = CompletionBatch.concatenate([*chunks]).sorted_rows()
+        stream = partial(self._dispatcher.stream, prompts, rows, settings)
+        limit_s = self.config.request_timeout_s if timeout_s is None else timeout_s
+        chunks = self._call(f"{len(rows)} prompts", lambda: _gather(stream(), on_chunk), timeout_s=limit_s)
+        batch = CompletionBatch.concatenate(chunks).sorted_rows()
         if batch.failures and on_bad_prompt is BadPrompt.RAISE:
             raise GenerationError(tuple((failure.number, failure.reason) for failure in batch.failures))
         return batch.with_failures(sorted([*batch.failures, *refused], key=lambda failure: failure.number))
@@ -342,11 +354,11 @@ class AsyncVLLM:
 
     def _call(self, what: str, work: Callable[[], Awaitable[T]], *, timeout_s: float | None = None) -> T:
         assert self._loop is not None
-
-        async def on_loop() -> T:
-            return await work()
-
-        return self._loop.run(on_loop(), timeout_s=timeout_s or self.config.rpc_timeout_s, waited_for=what)
+        limit_s = self.config.rpc_timeout_s if timeout_s is None else timeout_s
+        try:
+            return self._loop.run(work, timeout_s=limit_s, waited_for=what)
+        except CancelledError:
+            raise ServiceNotRunningError("shut down", what) from None
 
 
 async def _gather(

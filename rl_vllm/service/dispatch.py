@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -16,21 +16,21 @@ from rl_vllm.service.routing import assign_least_outstanding
 from rl_vllm.types import CompletionBatch, PromptBatch, ReplicaState, RequestBatch, RequestFailure, SamplingConfig
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """One unanswered request."""
 
     row: int
+    sampling: SamplingConfig
     cost: int
     replica: Replica
 
 
 @dataclass(frozen=True, slots=True)
-class _ReplicaLost:
-    """Posted when a replica's stream broke."""
+class _ReplicaLeft:
+    """Posted when a replica no longer serves: it died, or a refit failed on it and left its engine paused."""
 
     replica: Replica
-    error: EngineDiedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _StreamFailed:
     error: BaseException
 
 
-_Event = CompletionBatch | _ReplicaLost | _StreamFailed
+_Event = CompletionBatch | _ReplicaLeft | _StreamFailed
 
 
 class Dispatcher:
@@ -56,7 +56,8 @@ class Dispatcher:
     ) -> AsyncGenerator[CompletionBatch, None]:
         """Generate for ``rows`` of a batch, yielding columns as requests finish, ``numbers_N`` being rows.
 
-        A replica that dies gives its unfinished requests to the others. Closing the iterator aborts what is pending.
+        A replica that dies or goes stale gives its unfinished requests to the others. Closing the iterator aborts what
+        is pending.
 
         Args:
             prompts: The batch.
@@ -64,12 +65,11 @@ class Dispatcher:
             sampling: One setting per entry of ``rows``.
 
         Raises:
-            EngineDiedError: No replica is left.
+            NoReplicaServesError: No replica is left to send them to.
         """
-        batch = _Batch(self._replicas, prompts, next(self._batches))
-        numbers = list(itertools.islice(self._numbers, len(rows)))
+        batch = _Batch(self._replicas, prompts, self._numbers, first=next(self._batches))
         try:
-            batch.submit(numbers, rows, sampling)
+            batch.submit(rows, sampling)
             async for chunk in batch.answers():
                 yield chunk
         finally:
@@ -77,37 +77,46 @@ class Dispatcher:
 
 
 class _Batch:
-    """One batch on its way."""
+    """One batch on its way.
 
-    def __init__(self, replicas: ReplicaSet, prompts: PromptBatch, ordinal: int) -> None:
+    Args:
+        replicas: Where to send it.
+        prompts: The batch.
+        numbers: Gives every request its number, and a new one when it is sent again: what its first replica may still
+            say of it is then no answer any more.
+        first: Replica to try first among equally loaded ones.
+    """
+
+    def __init__(self, replicas: ReplicaSet, prompts: PromptBatch, numbers: Iterator[int], *, first: int) -> None:
         self._replicas = replicas
         self._prompts = prompts
-        self._ordinal = ordinal
+        self._numbers = numbers
+        self._first = first
         self._table: dict[int, _Entry] = {}
-        self._sampling: dict[int, SamplingConfig] = {}
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: dict[asyncio.Task[None], Replica] = {}
+        replicas.watch(self._replica_changed)
 
-    def submit(self, numbers: Sequence[int], rows: Sequence[int], sampling: Sequence[SamplingConfig]) -> None:
+    def submit(self, rows: Sequence[int], sampling: Sequence[SamplingConfig]) -> None:
         """Assign requests in one pass and start one stream per chosen replica."""
         serving = self._replicas.serving()
+        numbers = list(itertools.islice(self._numbers, len(rows)))
         costs = [_cost(len(self._prompts.row(row)), setting) for row, setting in zip(rows, sampling, strict=True)]
-        chosen = assign_least_outstanding(np.array(costs, np.int64), loads(serving), first=self._ordinal)
+        chosen = assign_least_outstanding(np.array(costs, np.int64), loads(serving), first=self._first)
         for position, replica in enumerate(serving):
             mine = np.flatnonzero(chosen == position).tolist()
             if not mine:
                 continue
             for i in mine:
                 replica.acquire(costs[i])
-                self._table[numbers[i]] = _Entry(rows[i], costs[i], replica)
-                self._sampling[numbers[i]] = sampling[i]
+                self._table[numbers[i]] = _Entry(rows[i], sampling[i], costs[i], replica)
             request = RequestBatch(
                 numbers_B=np.array([numbers[i] for i in mine], np.int64),
                 prompts=PromptBatch.from_rows([self._prompts.row(rows[i]) for i in mine]),
                 sampling_B=tuple(sampling[i] for i in mine),
             )
             task = asyncio.create_task(self._follow(replica, request), name=f"replica-{replica.index}-stream")
-            self._tasks.add(task)
+            self._streams[task] = replica
             task.add_done_callback(self._ended)
 
     async def answers(self) -> AsyncGenerator[CompletionBatch, None]:
@@ -115,8 +124,8 @@ class _Batch:
             event = await self._events.get()
             if isinstance(event, _StreamFailed):
                 raise event.error
-            if isinstance(event, _ReplicaLost):
-                self._reroute(event)
+            if isinstance(event, _ReplicaLeft):
+                self._reroute(event.replica)
                 continue
             accepted = self._accept(event)
             if len(accepted) or accepted.failures:
@@ -124,7 +133,8 @@ class _Batch:
 
     async def close(self) -> None:
         """Abort what is pending and give the counters back."""
-        tasks = list(self._tasks)
+        self._replicas.unwatch(self._replica_changed)
+        tasks = list(self._streams)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,7 +147,7 @@ class _Batch:
                 async for chunk in chunks:
                     self._events.put_nowait(chunk)
         except EngineDiedError as error:
-            self._events.put_nowait(_ReplicaLost(replica, error))
+            self._replicas.set_state(replica, ReplicaState.DEAD, str(error))
             return
         # What the engine did not answer would be waited for in vain; answered numbers are no longer in the table.
         lost = tuple(
@@ -146,10 +156,15 @@ class _Batch:
         self._events.put_nowait(replace(CompletionBatch.empty(), failures=lost))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._streams[task]
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._events.put_nowait(_StreamFailed(error))
+
+    def _replica_changed(self, replica: Replica) -> None:
+        # Posted, not done at once: when several replicas leave together, all are marked before requests move.
+        if replica.state is not ReplicaState.SERVING:
+            self._events.put_nowait(_ReplicaLeft(replica))
 
     def _accept(self, chunk: CompletionBatch) -> CompletionBatch:
         """Keep the answers still waited for, and turn request numbers into rows."""
@@ -168,21 +183,20 @@ class _Batch:
                 self._remove(number)
         return replace(chunk, numbers_N=rows, failures=failures)
 
-    def _reroute(self, lost: _ReplicaLost) -> None:
-        if lost.replica.state is not ReplicaState.STALE:
-            lost.replica.set_state(ReplicaState.DEAD, str(lost.error))
-        numbers = [number for number, entry in self._table.items() if entry.replica is lost.replica]
-        rows = [self._table[number].row for number in numbers]
-        sampling = [self._sampling[number] for number in numbers]
-        for number in numbers:
-            self._remove(number)
-        if numbers:
-            self.submit(numbers, rows, sampling)
+    def _reroute(self, left: Replica) -> None:
+        """Send the unfinished requests of a replica again, to those that serve, and close its streams."""
+        for task, replica in self._streams.items():
+            if replica is left:
+                task.cancel()
+        numbers = [number for number, entry in self._table.items() if entry.replica is left]
+        entries = [self._remove(number) for number in numbers]
+        if entries:
+            self.submit([entry.row for entry in entries], [entry.sampling for entry in entries])
 
-    def _remove(self, number: int) -> None:
+    def _remove(self, number: int) -> _Entry:
         entry = self._table.pop(number)
-        del self._sampling[number]
         entry.replica.release(entry.cost)
+        return entry
 
 
 def _cost(prompt_length: int, sampling: SamplingConfig) -> int:

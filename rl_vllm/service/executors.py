@@ -12,8 +12,12 @@ from rl_vllm.types import ModelInfo
 class Executor(Protocol):
     """Starts and stops the engines of one service; ``async`` methods run on the service's loop."""
 
-    def prepare(self) -> None:
-        """Do what must happen in the caller's own thread, before the loop exists."""
+    def prepare(self, config: ServiceConfig) -> None:
+        """Do what must happen in the caller's own thread, before the loop exists.
+
+        Raises:
+            ConfigError: The engines could not start, as far as that can be seen now; nothing is held.
+        """
         ...
 
     async def launch(self, config: ServiceConfig) -> tuple[list[Engine], ModelInfo]:

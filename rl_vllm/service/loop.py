@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rl_vllm.errors import DeadlineError
@@ -23,45 +23,65 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine; cancelling the returned future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float, waited_for: str) -> T:
-        """Run a coroutine and block for its result.
+        """Start a coroutine; cancelling the returned future cancels it.
 
         Raises:
-            DeadlineError: ``timeout_s`` passed; the coroutine has been cancelled and has cleaned up.
+            CancelledError: The loop has been closed.
         """
-        return self.submit(self._with_deadline(work, timeout_s, waited_for)).result()
+        # Work that came after :meth:`close` looked for it would be waited for in vain.
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise concurrent.futures.CancelledError("the loop has been closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    @staticmethod
-    async def _with_deadline(work: Coroutine[Any, Any, T], timeout_s: float, waited_for: str) -> T:
-        deadline = asyncio.timeout(timeout_s)
+    def run(self, work: Callable[[], Awaitable[T]], *, timeout_s: float, waited_for: str) -> T:
+        """Call ``work`` on the loop and block for the result of what it returns.
+
+        Raises:
+            DeadlineError: ``timeout_s`` passed; the work has been cancelled and has cleaned up.
+            CancelledError: The loop was closed first.
+        """
+        future = self.submit(_with_deadline(work, timeout_s, waited_for))
         try:
-            async with deadline:
-                return await work
-        except TimeoutError:
-            # A deadline error from inside says more than ours would.
-            if deadline.expired():
-                raise DeadlineError(waited_for, timeout_s) from None
+            return future.result()
+        except BaseException:
+            # An interrupt ends the caller's wait alone: what it waited for must end too.
+            future.cancel()
             raise
 
     def close(self) -> None:
         """Cancel what still runs and end the thread. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(_JOIN_TIMEOUT_S)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_JOIN_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
         self._loop.close()
 
-    @staticmethod
-    async def _cancel_all() -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+
+async def _with_deadline(work: Callable[[], Awaitable[T]], timeout_s: float, waited_for: str) -> T:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await work()
+    except TimeoutError:
+        # A deadline error from inside says more than ours would.
+        if deadline.expired():
+            raise DeadlineError(waited_for, timeout_s) from None
+        raise
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,10 +14,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_vllm.config import ServiceConfig, start_timeout_s
+from rl_vllm.engine import reaper
 from rl_vllm.engine.actor import EngineActor
 from rl_vllm.errors import DeadlineError, EngineStartError, NotEnoughResourcesError
 from rl_vllm.protocols import Engine
 from rl_vllm.service.placement import bundle, check_resources, vllm_runs_on_cpu
+from rl_vllm.service.preflight import check_config
 from rl_vllm.service.ray_engine import RayEngine
 from rl_vllm.types import ModelInfo
 
@@ -39,6 +43,7 @@ class _LocalCluster:
                 # Workers' output stays in Ray's log files: what matters of it comes back in errors.
                 ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
                 self._ours = True
+                _reap_with_raylet()
             self._users += 1
 
     def leave(self) -> None:
@@ -47,6 +52,13 @@ class _LocalCluster:
             if self._users == 0 and self._ours:
                 self._ours = False
                 ray.shutdown()
+
+
+def _reap_with_raylet() -> None:
+    """End the raylet's children with it: when this process is killed the kernel ends the raylet, but not its agents."""
+    for pid, _ in reaper.descendants(os.getpid()):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+            reaper.start(pid)
 
 
 _cluster = _LocalCluster()
@@ -61,7 +73,8 @@ class RayExecutor:
         self._engines: list[RayEngine] = []
         self._shutdown_timeout_s = 0.0
 
-    def prepare(self) -> None:
+    def prepare(self, config: ServiceConfig) -> None:
+        check_config(config.engine)
         # Ray installs signal handlers, which only the main thread may do.
         _cluster.join()
         self._joined = True

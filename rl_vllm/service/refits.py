@@ -16,26 +16,36 @@ T = TypeVar("T")
 class WeightsControl:
     """Weights of all replicas; used on the service's loop only."""
 
-    def __init__(self, replicas: ReplicaSet, rpc_timeout_s: float) -> None:
+    def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
-        self._rpc_timeout_s = rpc_timeout_s
         self._specs: tuple[TensorSpec, ...] | None = None
 
     async def specs(self) -> tuple[TensorSpec, ...]:
         if self._specs is None:
-            self._specs = await self._replicas.serving()[0].engine.weight_specs()
+            # A stale replica knows them as well; serving() says what is wrong when there is none of either.
+            replica = (self._replicas.living() or self._replicas.serving())[0]
+            self._specs = await replica.engine.weight_specs()
         return self._specs
 
     async def stage(self, update: WeightUpdate, timeout_s: float) -> None:
-        """Stage everywhere or raise; no replica's weights have changed either way."""
+        """Stage everywhere or raise; no replica's weights have changed either way.
+
+        A replica that turns out to be dead fails this update; the next one goes on without it.
+        """
         replicas = self._targets(update, "stage")
         results = await self._on_all(replicas, lambda r: r.engine.stage_weights(update, timeout_s=timeout_s), timeout_s)
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, EngineDiedError):
+                self._replicas.set_state(replica, ReplicaState.DEAD, str(result))
         _raise_failures(update, "stage", replicas, results)
 
     async def commit(
         self, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache, timeout_s: float
     ) -> tuple[CommitReport, ...]:
-        """Commit everywhere; a replica on which it failed is stale and serves nothing, the others serve the update."""
+        """Commit everywhere; a replica on which it failed is stale and serves nothing, the others serve the update.
+
+        A stale replica's engine stays paused: whoever watches the replicas must take its unfinished requests elsewhere.
+        """
         replicas = self._targets(update, "commit")
         results = await self._on_all(
             replicas, lambda r: r.engine.commit_weights(update, in_flight=in_flight, kv=kv), timeout_s
@@ -43,11 +53,11 @@ class WeightsControl:
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, CommitReport):
                 replica.version = result.version
-                replica.set_state(ReplicaState.SERVING, f"version {result.version} committed")
+                self._replicas.set_state(replica, ReplicaState.SERVING, f"version {result.version} committed")
             elif isinstance(result, EngineDiedError):
-                replica.set_state(ReplicaState.DEAD, str(result))
+                self._replicas.set_state(replica, ReplicaState.DEAD, str(result))
             else:
-                replica.set_state(ReplicaState.STALE, f"commit of version {update.version} failed")
+                self._replicas.set_state(replica, ReplicaState.STALE, f"commit of version {update.version} failed")
         _raise_failures(update, "commit", replicas, results)
         return tuple(result for result in results if isinstance(result, CommitReport))
 

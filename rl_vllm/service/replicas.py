@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_vllm.errors import EngineDiedError
+from rl_vllm.errors import NoReplicaServesError
 from rl_vllm.protocols import Engine
 from rl_vllm.types import ReplicaState
 
@@ -22,7 +23,7 @@ class Replica:
     Attributes:
         index: Position in the service.
         engine: How to reach it.
-        state: Only ``SERVING`` replicas receive requests.
+        state: Only ``SERVING`` replicas receive requests; changed by :meth:`ReplicaSet.set_state`.
         version: The weight version it committed last.
         outstanding_requests: Requests sent and not yet answered.
         outstanding_tokens: Tokens those may still cost.
@@ -34,11 +35,6 @@ class Replica:
     version: int = 0
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
-
-    def set_state(self, state: ReplicaState, reason: str) -> None:
-        if state is not self.state:
-            logger.info("replica %d: %s -> %s (%s)", self.index, self.state.value, state.value, reason)
-            self.state = state
 
     def acquire(self, cost: int) -> None:
         self.outstanding_requests += 1
@@ -54,23 +50,42 @@ class ReplicaSet:
 
     def __init__(self, engines: list[Engine]) -> None:
         self.all = [Replica(index, engine) for index, engine in enumerate(engines)]
+        self._watchers: set[Callable[[Replica], None]] = set()
+
+    def set_state(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        """Change a replica's state and tell all who watch."""
+        if state is replica.state:
+            return
+        logger.info("replica %d: %s -> %s (%s)", replica.index, replica.state.value, state.value, reason)
+        replica.state = state
+        for watcher in tuple(self._watchers):
+            watcher(replica)
+
+    def watch(self, watcher: Callable[[Replica], None]) -> None:
+        """Call ``watcher`` with every replica whose state has changed, until :meth:`unwatch`."""
+        self._watchers.add(watcher)
+
+    def unwatch(self, watcher: Callable[[Replica], None]) -> None:
+        self._watchers.remove(watcher)
 
     def serving(self) -> list[Replica]:
         """Replicas that may be given requests.
 
         Raises:
-            EngineDiedError: There is none; says what became of them.
+            NoReplicaServesError: There is none; says what became of them.
         """
         found = [replica for replica in self.all if replica.state is ReplicaState.SERVING]
         if not found:
             states = ", ".join(f"replica {replica.index} is {replica.state.value}" for replica in self.all)
-            raise EngineDiedError(self.all[0].index, f"no replica serves: {states}")
+            remedy = "complete a refit" if self.living() else "launch a new service"
+            raise NoReplicaServesError(self.all[0].index, f"{states}; {remedy}")
         return found
 
     @property
     def version(self) -> int:
-        """The newest version that all serving replicas have."""
-        return min(replica.version for replica in self.serving())
+        """The newest version that all serving replicas have; when none serves, the newest that any replica has."""
+        serving = [replica.version for replica in self.all if replica.state is ReplicaState.SERVING]
+        return min(serving) if serving else max(replica.version for replica in self.all)
 
     def living(self) -> list[Replica]:
         """Replicas whose engine runs, whether or not they serve."""
