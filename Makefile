@@ -28,8 +28,8 @@ SETUP_SECONDS = $$(( $$(cat $(STAMPS)/* | tr '\n' '+') 0 ))
 setup: $(STAMPS)/4-package ## Make .venv and install everything into it (under 8 minutes).
 	@echo "$(VENV) is ready; setting it up took $(SETUP_SECONDS) s"
 
-quickstart: setup ## Train a small instruct model with GRPO on this machine's CPU (under 20 minutes).
-	RL_VLLM_SETUP_SECONDS=$(SETUP_SECONDS) $(BIN)/python sota-implementations/grpo/grpo_sync.py --config quickstart
+quickstart: setup ## Train a small instruct model with GRPO on this machine's CPU (under 20 minutes); ARGS go to the recipe.
+	RL_VLLM_SETUP_SECONDS=$(SETUP_SECONDS) $(BIN)/python sota-implementations/grpo/grpo_sync.py --config quickstart $(ARGS)
 
 test: setup ## Run the tests (under 20 minutes).
 	$(PYTEST) -m "not slow"

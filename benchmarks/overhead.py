@@ -19,6 +19,8 @@ from pathlib import Path
 NUM_PROMPTS = 256
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 64
+# A vLLM worker spins for a second after its last work; the next path must not share its core with that.
+SETTLE_S = 1.5
 
 
 def main() -> None:
@@ -60,6 +62,7 @@ def compare(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, object
         names = list(runs)
         order = names[round_index % len(names) :] + names[: round_index % len(names)]
         for name in order:
+            time.sleep(SETTLE_S)
             started = time.perf_counter()
             tokens = runs[name]()
             samples[name].append(tokens / (time.perf_counter() - started))

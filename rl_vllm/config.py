@@ -29,6 +29,11 @@ def start_timeout_s() -> float:
     return seconds
 
 
+def ray_address() -> str | None:
+    """The Ray cluster named by ``RAY_ADDRESS``, or None."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def cache_dir() -> Path:
     """Folder for prepared models: ``RL_VLLM_CACHE``, or ``~/.cache/rl_vllm``."""
     return Path(os.environ.get("RL_VLLM_CACHE", "~/.cache/rl_vllm")).expanduser()

@@ -124,6 +124,18 @@ class EngineDiedError(RLVLLMError, RuntimeError):
         return f"replica {self.replica} died: {self.reason}"
 
 
+class NoReplicaServesError(EngineDiedError):
+    """No replica can take requests: each of them died, or a refit failed on it.
+
+    Attributes:
+        replica: Index of the first one.
+        reason: What became of each, and what to do.
+    """
+
+    def message(self) -> str:
+        return f"no replica serves: {self.reason}"
+
+
 class GenerationError(RLVLLMError, RuntimeError):
     """The engine refused or lost requests for a reason that is not the replica's health.
 

@@ -116,6 +116,7 @@ class GenerationService(Protocol):
             BadPromptError: A prompt is empty, too long or out of the vocabulary, with ``on_bad_prompt=RAISE``.
             GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
             DeadlineError: ``timeout_s`` passed.
+            NoReplicaServesError: Every replica has died or failed a refit.
             ServiceNotRunningError: Before launch or after shutdown.
         """
         ...

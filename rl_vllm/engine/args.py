@@ -45,7 +45,8 @@ def build_engine_args(config: EngineConfig, *, replica: int, on_cpu: bool) -> As
         on_cpu: Whether KV memory is given in bytes, as CPU engines need it.
 
     Raises:
-        ConfigError: ``engine_kwargs`` names a setting vLLM does not have or one that this class sets itself.
+        ConfigError: ``engine_kwargs`` names a setting vLLM does not have or one that this class sets itself, or its
+            ``hf_overrides`` contradict ``enable_fp32_output``.
     """
     values: dict[str, Any] = {name: getattr(config, name) for name in _SAME_NAME if getattr(config, name) is not None}
     values |= {theirs: getattr(config, ours) for ours, theirs in _RENAMED.items()}
@@ -55,12 +56,18 @@ def build_engine_args(config: EngineConfig, *, replica: int, on_cpu: bool) -> As
     values.setdefault("enforce_eager", on_cpu)
     if on_cpu:
         values["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
-    if config.enable_fp32_output:
-        values["hf_overrides"] = {"head_dtype": "float32"}
     for name, value in config.engine_kwargs.items():
         check_engine_kwarg(name)
         values[name] = value
+    if config.enable_fp32_output:
+        values["hf_overrides"] = _with_fp32_head(values.get("hf_overrides", {}))
     return AsyncEngineArgs(**values)
+
+
+def _with_fp32_head(overrides: object) -> dict[str, object]:
+    if not isinstance(overrides, dict) or overrides.get("head_dtype", "float32") != "float32":
+        raise ConfigError(f"enable_fp32_output contradicts hf_overrides={overrides!r}: set head_dtype there alone")
+    return {**overrides, "head_dtype": "float32"}
 
 
 def check_engine_kwarg(name: str) -> None:

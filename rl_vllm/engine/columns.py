@@ -84,7 +84,8 @@ def _versions(samples: Sequence[CompletionOutput], num_tokens: int) -> np.ndarra
     for sample in samples:
         for span in sample.weight_versions or ():
             versions.append(int(span.version))
-            lengths.append(min(span.end, len(sample.token_ids)) - span.start)
+            # Tokens after the one that completed a stop string are cut off; their label is not.
+            lengths.append(max(min(span.end, len(sample.token_ids)) - span.start, 0))
     columns = np.repeat(np.array(versions, np.int32), np.array(lengths, np.int64))
     assert len(columns) == num_tokens, "the engine labelled fewer tokens with a version than it returned"
     return columns

@@ -6,6 +6,7 @@ Left alone, every engine binds to the first core of the machine.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import tempfile
@@ -32,13 +33,14 @@ class CoreLease:
         self._locks: list[IO[str]] = []
         allowed = sorted(os.sched_getaffinity(0))
         wanted = num_workers * cores_per_worker
-        held = self._take_free(allowed, wanted)
-        shared = wanted - len(held)
-        if shared:
-            # More engines than cores: the rest share, spread by how many are already there.
-            rest = [core for core in allowed if core not in held] or allowed
-            held += [rest[(len(held) + i) % len(rest)] for i in range(shared)]
-            logger.warning("only %d of %d cores are free: %d are shared with others", wanted - shared, wanted, shared)
+        held: list[int] = []
+        # More engines than cores: the rest share, every core twice before any three times.
+        for place in itertools.count():
+            held += self._take_free(allowed, place, wanted - len(held))
+            if place == 0 and len(held) < wanted:
+                logger.warning("only %d of the %d cores asked for are free: others are shared", len(held), wanted)
+            if len(held) == wanted:
+                break
         self.groups = tuple(
             tuple(held[worker * cores_per_worker : (worker + 1) * cores_per_worker]) for worker in range(num_workers)
         )
@@ -54,12 +56,13 @@ class CoreLease:
             lock.close()
         self._locks.clear()
 
-    def _take_free(self, allowed: list[int], wanted: int) -> list[int]:
+    def _take_free(self, allowed: list[int], place: int, wanted: int) -> list[int]:
+        """Up to ``wanted`` cores whose lock number ``place`` is free: each lock is a place for one holder."""
         held: list[int] = []
         for core in allowed:
             if len(held) == wanted:
                 break
-            file = (self._folder / f"core-{core}.lock").open("w")
+            file = (self._folder / f"core-{core}.{place}.lock").open("w")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

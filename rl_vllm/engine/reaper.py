@@ -1,6 +1,7 @@
 """Clean up after an engine's owner, however it ended.
 
-Usage: ``python reaper.py PID``. Runs as a process of its own, detached from PID, on the standard library alone. While
+Usage: ``python reaper.py PID``. Leaves a process of its own behind, detached from PID, on the standard library alone,
+and ends when that has taken its first look: what PID has then is known, however soon PID ends. While
 PID lives it notes PID's descendants and the shared-memory files they map. When PID is gone it kills those that are left
 and removes the files nobody maps any more: a killed engine leaves its ``psm_*`` segments behind.
 """
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,8 +76,8 @@ def remove_unused(segments: set[str]) -> None:
             Path(name).unlink()
 
 
-def watch(pid: int) -> None:
-    """Return when ``pid`` has ended and nothing of it is left."""
+def watch(pid: int, on_first_look: Callable[[], None]) -> None:
+    """Return when ``pid`` has ended and nothing of it is left; say when its descendants are known."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -85,8 +87,9 @@ def watch(pid: int) -> None:
     poller = select.poll()
     poller.register(handle, select.POLLIN)
     ended = False
+    first = True
     while not ended:
-        ended = bool(poller.poll(_SCAN_PERIOD_S * 1000))
+        ended = bool(poller.poll(0 if first else _SCAN_PERIOD_S * 1000))
         seen |= descendants(pid)
         # A child of an engine that has died is nobody's descendant: look below everything seen before.
         for child, began in list(seen):
@@ -96,23 +99,30 @@ def watch(pid: int) -> None:
         segments |= mapped_segments(pid)
         seen = {(child, began) for child, began in seen if start_time(child) == began}
         segments = {name for name in segments if Path(name).exists()}
+        if first:
+            on_first_look()
+            first = False
     kill_all(seen)
     remove_unused(segments)
 
 
 def start(pid: int) -> None:
-    """Start a reaper for ``pid``; it ends when ``pid`` has ended and nothing of it is left."""
+    """Start a reaper for ``pid``, which ends when nothing of ``pid`` is left; return when it watches."""
     subprocess.run([sys.executable, "-S", "-E", __file__, str(pid)], check=True, timeout=_START_TIMEOUT_S)
 
 
 def main() -> None:
     """Detach, then watch: the owner's supervisor kills its direct children with it."""
+    told, tell = os.pipe()
     if os.fork():
+        os.close(tell)
+        # Ends when the other process writes, or ends without.
+        os.read(told, 1)
         os._exit(0)
     os.setsid()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    watch(int(sys.argv[1]))
+    watch(int(sys.argv[1]), on_first_look=lambda: os.close(tell))
 
 
 if __name__ == "__main__":

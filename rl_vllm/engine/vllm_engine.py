@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_vllm.config import EngineConfig
 from rl_vllm.engine import refit
@@ -129,10 +130,14 @@ class VLLMEngine:
                 inbox.finished.append((number, outputs[-1]))
             else:
                 inbox.failures.append(RequestFailure(number, "the engine returned nothing"))
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
             inbox.dead = _reason(error)
-        except (VLLMClientError, ValueError, TypeError) as error:
-            inbox.failures.append(RequestFailure(number, _reason(error)))
+        except (VLLMError, ValueError, TypeError) as error:
+            # vLLM wraps what one request ran into; the engine goes on, unless it says otherwise.
+            if self._llm.errored:
+                inbox.dead = _reason(error)
+            else:
+                inbox.failures.append(RequestFailure(number, _reason(error)))
         inbox.arrived.set()
 
     async def abort(self, numbers: Sequence[int]) -> None:
@@ -156,23 +161,35 @@ class VLLMEngine:
         )
 
     async def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
-        await refit.stage_weights(self._llm, update, timeout_s=timeout_s)
+        with self._naming_its_death():
+            await refit.stage_weights(self._llm, update, timeout_s=timeout_s)
 
     async def commit_weights(self, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache) -> CommitReport:
-        return await refit.commit_weights(self._llm, update, in_flight=in_flight, kv=kv)
+        with self._naming_its_death():
+            return await refit.commit_weights(self._llm, update, in_flight=in_flight, kv=kv)
 
     async def reset_prefix_cache(self) -> bool:
-        return bool(await self._llm.reset_prefix_cache())
+        with self._naming_its_death():
+            return bool(await self._llm.reset_prefix_cache())
 
     async def collective_rpc(
         self, method: str, *, timeout_s: float, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> list[object]:
-        return list(await self._llm.collective_rpc(method, timeout_s, args, kwargs))
+        with self._naming_its_death():
+            return list(await self._llm.collective_rpc(method, timeout_s, args, kwargs))
 
     async def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
             await asyncio.to_thread(self._llm.shutdown)
+
+    @contextmanager
+    def _naming_its_death(self) -> Iterator[None]:
+        """Tell a dead engine from a call that failed, as the protocol does."""
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineDiedError(self._replica, _reason(error)) from error
 
     def _make_stats(self, vllm_config: VllmConfig, engine_index: int) -> LatestStats:
         self._stats = LatestStats(vllm_config, engine_index)

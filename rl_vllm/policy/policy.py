@@ -43,15 +43,15 @@ class VLLMPolicy(TensorDictModuleBase):
 
     ``in_keys`` is ``[("tokens", "prompt")]``, ``[("text", "prompt")]`` or ``[("history", "prompt")]``; ``out_keys`` are
     ``tokens``, ``masks``, ``log_probs``, ``policy_version`` and ``completion``, ``text`` when there is a tokenizer,
-    ``history`` in history mode. Their contents are in :mod:`rl_vllm.policy.outputs`, the forms of the prompts in
-    :mod:`rl_vllm.policy.inputs`. Any batch shape is taken, ``()`` and empty ones included.
+    ``history`` in history mode. Their contents are in ``rl_vllm.policy.outputs``, the forms of the prompts in
+    ``rl_vllm.policy.inputs``. Any batch shape is taken, ``()`` and empty ones included.
 
     With ``num_samples`` the result is a new tensordict with one more axis at the end of its batch; without it, the
     results are written into the tensordict that was given (see :class:`PolicyOptions`), or into a lazy stack of its
     rows when ``pad_output=False`` and it is dense.
 
     With a seed in ``sampling``, the first call uses it as it is and every later call another one derived from it
-    (:class:`rl_vllm.policy.sampling.CallSeeds`): calls never repeat each other, and a run is repeated by its one seed.
+    (:class:`rl_vllm.policy.CallSeeds`): calls never repeat each other, and a run is repeated by its one seed.
     A seed given to a call is used as it is.
 
     ``forward`` may be called from several threads at once.
@@ -61,7 +61,7 @@ class VLLMPolicy(TensorDictModuleBase):
         input_mode: ``tokens``, ``text`` or ``history``.
         num_samples: Samples per prompt, on an axis of their own; None means one, without an axis, unless ``sampling``
             asks for more.
-        sampling: :class:`SamplingConfig`, or a mapping as :func:`rl_vllm.policy.sampling.sampling_from` reads it.
+        sampling: :class:`SamplingConfig`, or a mapping as :func:`rl_vllm.policy.sampling_from` reads it.
         tokenizer: A tokenizer, or the path of one; None means the served model's in text and history mode, and no
             text in tokens mode.
         pad_output: Write padded tensors; otherwise rows of a lazy stack.

@@ -168,6 +168,7 @@ class AsyncVLLM:
         try:
             engines, self._model = self._loop.run(launch, timeout_s=limit_s, waited_for="the replicas to start")
         except CancelledError:
+            self.shutdown()
             raise ServiceNotRunningError("shut down", "start()") from None
         except BaseException:
             self.shutdown()

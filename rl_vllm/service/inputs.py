@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class ParsedPrompts:
 def parse_prompts(
     prompts: Prompts | None, prompt_token_ids: object, tokenizer: PreTrainedTokenizerBase | None
 ) -> ParsedPrompts:
-    """Read prompts: a string, a ``TokensPrompt``, a list of ids (one prompt), or a list of any of these.
+    """Read prompts: a string, a ``TokensPrompt``, ids in a list or a 1-D array (one prompt), or many of any of these.
 
     Raises:
         BadInputError: Both or neither argument is given, a prompt has an unknown form, or there is text and no
@@ -47,6 +47,8 @@ def parse_prompts(
         raise BadInputError("give either prompts or prompt_token_ids, not " + ("none" if prompts is None else "both"))
     given: Any = prompts if prompts is not None else prompt_token_ids
     single = isinstance(given, str | Mapping) or _is_ids(given)
+    if not single and not isinstance(given, Iterable):
+        raise BadInputError(f"prompts must be text, token ids or a list of them, got {type(given).__name__}")
     items = [given] if single else list(given)
     rows: list[Sequence[int]] = []
     texts: list[str | None] = []
@@ -74,11 +76,13 @@ def _read(item: object, index: int, tokenizer: PreTrainedTokenizerBase | None) -
 
 def _is_ids(value: object) -> bool:
     """Whether this is one prompt of ids; an empty list is an empty batch."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.ndim < 2
     return isinstance(value, Sequence) and len(value) > 0 and all(_is_id(item) for item in value)
 
 
 def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
 def _checked_ids(value: object, index: int) -> Sequence[int]:

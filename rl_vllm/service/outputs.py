@@ -61,6 +61,8 @@ class CompletionOutput:
     weight_versions: tuple[WeightVersionSpan, ...]
     routed_experts: None = None
     lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -82,6 +84,9 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
     error: str | None = field(default=None)
 
 

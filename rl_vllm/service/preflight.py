@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from rl_vllm.config import EngineConfig
 from rl_vllm.errors import ConfigError
+
+_CONNECT_TIMEOUT_S = 5.0
 
 
 def check_config(config: EngineConfig) -> None:
@@ -20,6 +23,21 @@ def check_config(config: EngineConfig) -> None:
 
         for name in config.engine_kwargs:
             check_engine_kwarg(name)
+
+
+def check_ray_address(address: str | None) -> None:
+    """Raise :class:`ConfigError` when nothing listens where the cluster should be; Ray itself tries for two minutes."""
+    host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        # Not set, or "auto" or "local": Ray finds or starts it on this machine.
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}): start it with 'ray start --head', or unset "
+            "RAY_ADDRESS to use this machine alone"
+        ) from error
 
 
 def check_model(model: str) -> None:

@@ -13,13 +13,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_vllm.config import ServiceConfig, start_timeout_s
+from rl_vllm.config import ServiceConfig, ray_address, start_timeout_s
 from rl_vllm.engine import reaper
 from rl_vllm.engine.actor import EngineActor
 from rl_vllm.errors import DeadlineError, EngineStartError, NotEnoughResourcesError
 from rl_vllm.protocols import Engine
 from rl_vllm.service.placement import bundle, check_resources, vllm_runs_on_cpu
-from rl_vllm.service.preflight import check_config
+from rl_vllm.service.preflight import check_config, check_ray_address
 from rl_vllm.service.ray_engine import RayEngine
 from rl_vllm.types import ModelInfo
 
@@ -40,6 +40,7 @@ class _LocalCluster:
     def join(self) -> None:
         with self._lock:
             if not ray.is_initialized():
+                check_ray_address(ray_address())
                 # Workers' output stays in Ray's log files: what matters of it comes back in errors.
                 ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
                 self._ours = True

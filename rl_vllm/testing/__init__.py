@@ -6,11 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_vllm.testing.fake_service import FakeRequest, FakeScript, FakeService
+    from rl_vllm.testing.answers import FakeRequest, FakeScript
+    from rl_vllm.testing.fake_engine import FakeEngine, FakeEngineScript, FakeExecutor, Gate
+    from rl_vllm.testing.fake_service import FakeService
 
-_WHERE = dict.fromkeys(("FakeRequest", "FakeScript", "FakeService"), "rl_vllm.testing.fake_service")
+_WHERE = {
+    "FakeEngine": "rl_vllm.testing.fake_engine",
+    "FakeEngineScript": "rl_vllm.testing.fake_engine",
+    "FakeExecutor": "rl_vllm.testing.fake_engine",
+    "FakeRequest": "rl_vllm.testing.answers",
+    "FakeScript": "rl_vllm.testing.answers",
+    "FakeService": "rl_vllm.testing.fake_service",
+    "Gate": "rl_vllm.testing.fake_engine",
+}
 
-__all__ = ["FakeRequest", "FakeScript", "FakeService"]
+__all__ = ["FakeEngine", "FakeEngineScript", "FakeExecutor", "FakeRequest", "FakeScript", "FakeService", "Gate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,10 +30,11 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     @property
     def label(self) -> str:
-        """The word vLLM uses: ``stop``, ``length``, ``abort``, ``error``."""
+        """The word vLLM uses: ``stop``, ``length``, ``abort``, ``error``, ``repetition``."""
         return self.name.lower()
 
     @classmethod

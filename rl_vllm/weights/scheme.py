@@ -1,4 +1,4 @@
-"""TorchRL's weight-sync interface over :func:`~rl_vllm.weights.update.refit`."""
+"""TorchRL's weight-sync interface over :func:`~rl_vllm.weights.refit`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             ConfigError: There is no service or nothing to send.
-            RefitError: See :func:`~rl_vllm.weights.update.refit`.
+            RefitError: See :func:`~rl_vllm.weights.refit`.
         """
         if self._service is None:
             raise ConfigError("no service to refit: VLLMWeightSyncScheme(service=...) or create_sender(service)")
@@ -189,7 +189,7 @@ class VLLMWeightSender:
 
         Raises:
             ConfigError: There is no service or nothing to send.
-            RefitError: See :func:`~rl_vllm.weights.update.refit`; no collector's version moves.
+            RefitError: See :func:`~rl_vllm.weights.refit`; no collector's version moves.
         """
         receipt = self._scheme.refit(weights)
         for collector in self._collectors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,16 @@ def test_a_missing_model_is_refused_before_anything_starts() -> None:
         AsyncVLLM.launch(EngineConfig(model="/no/such/folder"))
     with pytest.raises(ConfigError, match="neither a folder here nor readable from the hub"):
         AsyncVLLM.launch(EngineConfig(model="nobody/no-such-model"))
+
+
+def test_a_ray_address_where_nothing_listens_is_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        # Bound but not listening: connections are refused.
+        with pytest.raises(ConfigError, match=address):
+            AsyncVLLM.launch(EngineConfig(model=str(tiny_llama)))
 
 
 def test_an_unknown_engine_setting_is_refused_with_the_nearest_names(tiny_llama: Path) -> None:

@@ -18,6 +18,7 @@ EXAMPLES = [
     errors.NotEnoughResourcesError({"CPU": 4.0}, {"CPU": 2.0}),
     errors.EngineStartError(1, "no such model"),
     errors.EngineDiedError(1, "exit code -9"),
+    errors.NoReplicaServesError(0, "replica 0 is stale"),
     errors.GenerationError(((4, "prompt too long"), (6, "aborted"))),
     errors.DeadlineError("replica 2 to start", 1.5),
     errors.MissingLogprobError(7, 3, "nan", None),

@@ -177,5 +177,5 @@ def test_a_finish_reason_has_the_word_of_the_engine(word):
 
 
 def test_an_unknown_finish_reason_is_an_error():
-    with pytest.raises(KeyError, match="REPETITION"):
-        FinishReason.from_label("repetition")
+    with pytest.raises(KeyError, match="NO_SUCH_REASON"):
+        FinishReason.from_label("no_such_reason")

@@ -1,0 +1,135 @@
+"""What a killed owner leaves behind is cleaned up: real processes, real shared memory."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_vllm.engine import reaper
+
+DEADLINE_S = 20.0
+
+# Each process starts the next one, tells its own pid and stays; the last one maps a segment that its own tracker does
+# not know, as an engine's is unknown to the tracker once that was killed with it.
+TREE = """
+import subprocess, sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+depth = int(sys.argv[1])
+if depth:
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]], stdout=subprocess.PIPE)
+    below = child.stdout.readline().decode()
+else:
+    segment = SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(segment._name, "shared_memory")
+    below = segment._name
+import os
+print(os.getpid(), below.strip(), flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A running owner, its descendants from the nearest on, and the segment that the last of them maps."""
+
+    owner: subprocess.Popen
+    descendants: list[int]
+    segment: Path
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", TREE, "2", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    *pids, name = owner.stdout.readline().split()
+    assert int(pids[0]) == owner.pid
+    born = [psutil.Process(int(pid)) for pid in pids]
+    found = Family(owner, [process.pid for process in born[1:]], Path("/dev/shm") / name.lstrip("/"))
+    assert found.segment.exists()
+    yield found
+    for process in born:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    owner.wait(DEADLINE_S)
+    owner.stdin.close()
+    owner.stdout.close()
+    found.segment.unlink(missing_ok=True)
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still not {what}"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    return reaper.start_time(pid) is None
+
+
+def test_descendants_are_found_at_every_depth_and_told_from_later_processes(family):
+    found = dict(reaper.descendants(family.owner.pid))
+    assert set(family.descendants) <= set(found)
+    assert set(found) == {child.pid for child in psutil.Process(family.owner.pid).children(recursive=True)}
+    assert {pid: reaper.start_time(pid) for pid in found} == found
+
+
+def test_the_segments_a_process_maps_are_found(family):
+    assert reaper.mapped_segments(family.descendants[-1]) == {str(family.segment)}
+    assert reaper.mapped_segments(family.descendants[0]) == set()
+    assert reaper.mapped_segments(2**22 + 1) == set()
+
+
+def test_after_its_owner_was_killed_no_process_and_no_segment_is_left(family):
+    reaper.start(family.owner.pid)
+    os.kill(family.owner.pid, signal.SIGKILL)
+    for pid in family.descendants:
+        wait_until(lambda pid=pid: is_gone(pid), f"gone: {pid}")
+    wait_until(lambda: not family.segment.exists(), f"removed: {family.segment}")
+
+
+def test_nothing_is_touched_while_the_owner_lives(family):
+    reaper.start(family.owner.pid)
+    assert not any(is_gone(pid) for pid in family.descendants)
+    assert family.segment.exists()
+
+
+def test_a_segment_that_an_unrelated_process_maps_stays(family):
+    mine = SharedMemory(family.segment.name)
+    # Opening registers it with this process's tracker, which would remove it in the end.
+    resource_tracker.unregister(mine._name, "shared_memory")
+    seen = {str(family.segment)}
+    reaper.kill_all(reaper.descendants(family.owner.pid))
+    reaper.remove_unused(seen)
+    assert family.segment.exists()
+    mine.close()
+    reaper.remove_unused(seen)
+    assert not family.segment.exists()
+    reaper.remove_unused(seen)
+
+
+def test_a_process_with_a_reused_number_is_not_killed(family):
+    (_, pid) = family.descendants
+    began = reaper.start_time(pid)
+    reaper.kill_all({(pid, str(int(began) - 1))})
+    assert not is_gone(pid)
+    reaper.kill_all({(pid, began)})
+    assert is_gone(pid)
+
+
+def test_a_reaper_for_a_process_that_has_ended_ends_at_once():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(DEADLINE_S)
+    reaper.start(ended.pid)
