@@ -1,7 +1,7 @@
 """Synchronous GRPO: generate with vLLM, train with TorchRL, refit the engines after every step.
 
     python sota-implementations/grpo/grpo_sync.py --config quickstart
-    python sota-implementations/grpo/grpo_sync.py --config gpu --model Qwen/Qwen2.5-1.5B-Instruct --set num_replicas=1
+    python sota-implementations/grpo/grpo_sync.py --config gpu --model Qwen/Qwen2.5-1.5B-Instruct --steps 100
     python sota-implementations/grpo/grpo_sync.py --config quickstart --resume outputs/quickstart --steps 60
 
 Algorithm: DeepSeekMath (arXiv:2402.03300), section 4, without the KL penalty. Groups whose rewards are all equal have
@@ -61,6 +61,8 @@ def train(command: Command) -> None:
         report.say(f"starting {config.num_replicas} x {model_path}; this takes about half a minute")
         engines = config.engine_config(model_path, first_step=first_step)
         service = stack.enter_context(AsyncVLLM.launch(engines, config.num_replicas))
+        # Ray has put a handler of its own in place, which ends the process without clean-up.
+        exit_on_sigterm()
 
         # Rollouts: prompts -> policy (vLLM) -> rewards, as tensordicts.
         policy = VLLMPolicy(
@@ -212,9 +214,14 @@ class Clock:
         self._last = now
 
 
+def exit_on_sigterm() -> None:
+    """Make SIGTERM an exception, so that it unwinds the stack and stops the engines."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; on any failure one sentence on stderr and exit code 1, with the engines stopped."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    exit_on_sigterm()
     try:
         train(parse_command(arguments))
     except RLVLLMError as error:

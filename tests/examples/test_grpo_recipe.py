@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpo_sync
@@ -130,6 +131,23 @@ def test_a_failure_while_engines_run_is_one_sentence_and_stops_them(tiny_llama, 
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: prompt 0: ")
     assert "16" in last
+
+
+@pytest.mark.engine
+def test_sigterm_stops_the_run_and_its_engines(tiny_llama, tmp_path):
+    output = tmp_path / "run"
+    arguments = [*SMALL, "--model", str(tiny_llama), "--steps", "100000", "--output", str(output)]
+    command = [sys.executable, str(RECIPE / "grpo_sync.py"), *arguments]
+    with (tmp_path / "stderr").open("w+") as stderr, subprocess.Popen(command, stderr=stderr) as program:
+        while program.poll() is None and not (output / "metrics.jsonl").is_file():
+            time.sleep(0.1)
+        while program.poll() is None and not lines(output / "metrics.jsonl"):
+            time.sleep(0.1)
+        program.terminate()
+        assert program.wait(timeout=60) == 128 + signal.SIGTERM
+        stderr.seek(0)
+        assert "Traceback" not in stderr.read()
+    # That no engine is left is checked at the end of the session.
 
 
 @pytest.fixture
