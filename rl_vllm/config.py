@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +84,12 @@ class EngineConfig:
     engine_kwargs: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
             raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
+        # A Path is welcome too; what reads it later expects text, with ~ resolved.
+        object.__setattr__(self, "model", _as_text(self.model))
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", _as_text(self.tokenizer))
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "cpu_cores"):
             require_at_least(name, getattr(self, name), 1)
         if self.max_model_len is not None:
@@ -148,9 +153,16 @@ class RefitConfig:
     keep_versions: int = 2
 
     def __post_init__(self) -> None:
+        require_member("in_flight", self.in_flight, InFlight)
+        require_member("kv", self.kv, KVCache)
         require_above_zero("stage_timeout_s", self.stage_timeout_s)
         require_above_zero("commit_timeout_s", self.commit_timeout_s)
         require_at_least("keep_versions", self.keep_versions, 1)
+
+
+def _as_text(name: str | os.PathLike[str]) -> str:
+    text = str(name)
+    return str(Path(text).expanduser()) if text.startswith("~") else text
 
 
 def require_at_least(name: str, value: object, low: int) -> None:
@@ -163,6 +175,13 @@ def require_above_zero(name: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def require_member(name: str, value: object, kind: type[enum.Enum]) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a member of an enumeration; its text is not."""
+    if not isinstance(value, kind):
+        members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        raise ConfigError(f"{name} must be one of {members}, got {value!r}")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -75,18 +75,20 @@ class NotEnoughResourcesError(RLVLLMError, RuntimeError):
 
     Attributes:
         wanted: What the replicas need, for example ``{"CPU": 4.0}``.
-        available: What the cluster has in total.
+        available: What the cluster has.
+        kind: "in total", or "free": large enough, but others hold what is missing.
     """
 
-    def __init__(self, wanted: dict[str, float], available: dict[str, float]) -> None:
-        super().__init__(wanted, available)
+    def __init__(self, wanted: dict[str, float], available: dict[str, float], kind: str = "in total") -> None:
+        super().__init__(wanted, available, kind)
         self.wanted = wanted
         self.available = available
+        self.kind = kind
 
     def message(self) -> str:
         return (
-            f"the replicas need {self.wanted} but the Ray cluster has {self.available}: "
-            "lower num_replicas or tensor_parallel_size, or add nodes"
+            f"the replicas need {self.wanted}, each on one node, but the Ray cluster has {self.available} {self.kind}: "
+            "lower num_replicas or tensor_parallel_size, shut down what holds the rest, or add nodes"
         )
 
 

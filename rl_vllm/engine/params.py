@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
 
 from rl_vllm.errors import ConfigError
@@ -37,22 +38,25 @@ def to_vllm(sampling: SamplingConfig) -> SamplingParams:
     """Settings of one request: final output only, flat logprobs, text made only where a stop string needs it.
 
     Raises:
-        ConfigError: ``sampling.extra`` names a field vLLM does not have.
+        ConfigError: ``sampling.extra`` names a field vLLM does not have, or vLLM refuses a value.
     """
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _SHARED}
     for name, value in sampling.extra:
         if name in values or name in _OURS or name not in SamplingParams.__struct_fields__:
             raise ConfigError(f"SamplingConfig.extra cannot set {name!r}: it is not a further field of SamplingParams")
         values[name] = value
-    return SamplingParams(
-        **values,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=sampling.logprobs,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            **values,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=sampling.logprobs,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMError, ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM refuses these sampling settings: {error}") from error
 
 
 def from_vllm(params: SamplingParams) -> SamplingConfig:

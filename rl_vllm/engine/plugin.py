@@ -27,6 +27,7 @@ def register() -> None:
 
     if DIE_WITH_PARENT in os.environ and _is_engine_process():
         _die_with_parent()
+        _make_seeds_safe()
 
 
 def _is_engine_process() -> bool:
@@ -42,3 +43,12 @@ def _die_with_parent() -> None:
     if os.getppid() == 1:
         # The parent was gone before the request was made.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _make_seeds_safe() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from rl_vllm.engine import cpu_seeds
+
+        cpu_seeds.install()

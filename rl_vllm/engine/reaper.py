@@ -16,10 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+# Engines make their segments while they start: look often then, and seldom later.
+_START_S = 60.0
+_START_SCAN_PERIOD_S = 0.25
 _SCAN_PERIOD_S = 1.0
 _KILL_GRACE_S = 5.0
 _START_TIMEOUT_S = 30.0
-_SEGMENT = "/dev/shm/psm_"
+# Shared memory and semaphores of Python's multiprocessing.
+_SEGMENTS = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 # A process is told from a later one with the same pid by its start time.
 Process = tuple[int, str]
@@ -51,7 +55,8 @@ def mapped_segments(pid: int) -> set[str]:
     """Shared-memory files of Python's ``multiprocessing`` that a process maps."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return {line.split(None, 5)[5] for line in lines if _SEGMENT in line and not line.endswith("(deleted)")}
+        names = (line.split(None, 5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)"))
+        return {name for name in names if name.startswith(_SEGMENTS)}
     return set()
 
 
@@ -88,8 +93,10 @@ def watch(pid: int, on_first_look: Callable[[], None]) -> None:
     poller.register(handle, select.POLLIN)
     ended = False
     first = True
+    settled = time.monotonic() + _START_S
     while not ended:
-        ended = bool(poller.poll(0 if first else _SCAN_PERIOD_S * 1000))
+        period_s = _START_SCAN_PERIOD_S if time.monotonic() < settled else _SCAN_PERIOD_S
+        ended = bool(poller.poll(0 if first else period_s * 1000))
         seen |= descendants(pid)
         # A child of an engine that has died is nobody's descendant: look below everything seen before.
         for child, began in list(seen):

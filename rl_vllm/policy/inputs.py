@@ -56,22 +56,24 @@ def read_tokens(td: TensorDictBase, attention_mask_key: Key) -> PromptInput:
         attention_mask_key: Where the mask is.
 
     Raises:
-        BadInputError: The entry is missing, not integer, or of the wrong rank; or the mask has another shape.
+        BadInputError: The entry is missing, not integer, or of the wrong rank; or the mask has another shape, or
+            a value that is neither 0 nor 1.
     """
     value = _read(td, TOKENS_KEY)
     mask = _read_mask(td, attention_mask_key)
     explicit = mask is not None
+    mask_key = attention_mask_key if explicit else MASKS_KEY
     if mask is None and td.get(("tokens", "full"), None, as_list=True) is None:
         # TorchRL's masks describe the whole sequence; only before there is one can they describe the prompt.
         mask = _read_mask(td, MASKS_KEY)
     if isinstance(value, torch.Tensor) and not value.is_nested:
-        return _from_padded(value, td.batch_size, mask, explicit=explicit)
+        return _from_padded(value, td.batch_size, mask, mask_key=mask_key, explicit=explicit)
     rows = _rows(value, td.batch_size.numel())
     widths = {len(row) for row in rows}
     if mask is not None and len(widths) == 1:
         stacked = torch.as_tensor(np.stack(rows))
         stacked_mask = mask if isinstance(mask, torch.Tensor) else _stack_mask(mask)
-        return _from_padded(stacked, stacked.shape[:1], stacked_mask, explicit=explicit)
+        return _from_padded(stacked, stacked.shape[:1], stacked_mask, mask_key=mask_key, explicit=explicit)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     flat = np.concatenate([*rows, np.zeros(0, np.int64)])
     return PromptInput(_pack(flat, lengths), device=_device_of(value))
@@ -157,15 +159,17 @@ def _stack_mask(mask: Sequence[Any]) -> Any:
     return torch.stack(rows) if len({row.shape for row in rows}) == 1 else mask
 
 
-def _from_padded(ids: torch.Tensor, batch_size: torch.Size, mask: Any, *, explicit: bool) -> PromptInput:
+def _from_padded(ids: torch.Tensor, batch_size: torch.Size, mask: Any, *, mask_key: Key, explicit: bool) -> PromptInput:
     if ids.ndim != len(batch_size) + 1 or ids.shape[:-1] != batch_size:
         raise BadInputError(
             f"{TOKENS_KEY} must have shape [*batch, L] with batch {tuple(batch_size)}, got {tuple(ids.shape)}"
         )
     _require_integers(ids)
     device = ids.device
-    ids_BL = ids.detach().reshape(-1, ids.shape[-1]).cpu().numpy()
-    mask_BL = _mask_of(ids, mask, explicit=explicit)
+    # The batch in numbers: of prompts without a position, -1 would leave the number of rows open.
+    shape_BL = (batch_size.numel(), ids.shape[-1])
+    ids_BL = ids.detach().reshape(shape_BL).cpu().numpy()
+    mask_BL = _mask_of(ids, mask, shape_BL, mask_key=mask_key, explicit=explicit)
     if mask_BL is None:
         return PromptInput(_pack(ids_BL.reshape(-1), np.full(len(ids_BL), ids_BL.shape[1], np.int64)), device=device)
     hidden = ids_BL[~mask_BL]
@@ -175,7 +179,9 @@ def _from_padded(ids: torch.Tensor, batch_size: torch.Size, mask: Any, *, explic
     return PromptInput(_pack(ids_BL[mask_BL], mask_BL.sum(axis=1, dtype=np.int64)), device=device)
 
 
-def _mask_of(ids: torch.Tensor, mask: Any, *, explicit: bool) -> NDArray[np.bool_] | None:
+def _mask_of(
+    ids: torch.Tensor, mask: Any, shape_BL: tuple[int, int], *, mask_key: Key, explicit: bool
+) -> NDArray[np.bool_] | None:
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.shape != ids.shape:
@@ -183,7 +189,15 @@ def _mask_of(ids: torch.Tensor, mask: Any, *, explicit: bool) -> NDArray[np.bool
             return None
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) and not mask.is_nested else type(mask).__name__
         raise BadInputError(f"the attention mask must have the prompts' shape {tuple(ids.shape)}, got {shape}")
-    return mask.detach().reshape(-1, ids.shape[-1]).cpu().numpy().astype(np.bool_)
+    real = mask.detach() == 1
+    wrong = mask.detach()[~(real | (mask.detach() == 0))]
+    if len(wrong):
+        # An additive mask is 0 on the real tokens: read as true or false it would keep the padding and drop the rest.
+        raise BadInputError(
+            f"{mask_key} must be 1 (or True) on real tokens and 0 on padding, and holds {wrong[0].item()}: "
+            "give a boolean mask; of an additive one (0 on real tokens, very negative on padding) give mask == 0"
+        )
+    return real.reshape(shape_BL).cpu().numpy()
 
 
 def _require_integers(ids: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ import weakref
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase
 
 from rl_vllm.config import require_at_least, require_choice
-from rl_vllm.errors import ConfigError
+from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.policy.chats import chat_history, spoken_rows
 from rl_vllm.policy.columns import Slots, padded_columns, ragged_columns, slots_from
 from rl_vllm.policy.inputs import (
@@ -70,7 +70,7 @@ class VLLMPolicy(TensorDictModuleBase):
 
     Raises:
         ConfigError: A setting is unknown, out of range or contradicts another; the sampling truncates without leave;
-            or a tokenizer is needed and the model has none.
+            or a tokenizer is needed and the model has none, or the one named cannot be loaded.
     """
 
     def __init__(
@@ -166,11 +166,14 @@ class VLLMPolicy(TensorDictModuleBase):
             overrides: Sampling settings for this call only, merged over the configured ones.
 
         Raises:
-            BadInputError: The prompts are missing or have the wrong type or shape.
+            BadInputError: There is no tensordict, or its prompts are missing or have the wrong type or shape.
             BadPromptError: A prompt cannot be sent, with ``on_bad_prompt=RAISE``.
             ConfigError: An override is unknown, out of range, truncates, or changes the number of samples.
             GenerationError, DeadlineError, ServiceNotRunningError: As the service says.
         """
+        _require_tensordict("tensordict", tensordict)
+        if tensordict_out is not None:
+            _require_tensordict("tensordict_out", tensordict_out)
         sampling = self._call_sampling(overrides)
         batch_shape = tensordict.batch_size
         if batch_shape.numel():
@@ -313,6 +316,14 @@ class VLLMPolicy(TensorDictModuleBase):
         if self.input_mode == "history":
             keys.append("history")
         return keys
+
+
+def _require_tensordict(name: str, value: object) -> None:
+    if not is_tensor_collection(value):
+        raise BadInputError(
+            f"{name} must be a tensordict, got {type(value).__name__}: wrap the prompts, for example "
+            "TensorDict({'tokens': {'prompt': ids}}, batch_size=[len(ids)])"
+        )
 
 
 def _number_of_samples(num_samples: int | None, sampling: SamplingLike | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,16 +25,19 @@ class TextCodec:
         tokenizer: A tokenizer, or the path or hub id of one. It is not changed.
         chat_template: Jinja template for chats; None means the tokenizer's own, and TorchRL's choice when it has none.
         chat_template_name: One of TorchRL's templates instead.
+
+    Raises:
+        ConfigError: There is no tokenizer at the path, or it is no tokenizer.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | str,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str],
         *,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
     ) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = _load(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
         if not callable(self.tokenizer):
             raise ConfigError(f"tokenizer must be a tokenizer or the path of one, got {type(tokenizer).__name__}")
         self._chat_template = chat_template
@@ -89,3 +93,13 @@ class TextCodec:
                     clean_up_tokenization_spaces=False,
                 )
             )
+
+
+def _load(path: str | os.PathLike[str]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer could be loaded from {os.fspath(path)!r}: give a folder that holds one, a hub id or a "
+            f"tokenizer ({error})"
+        ) from error

@@ -7,14 +7,14 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_vllm.config import EngineConfig, ServiceConfig, start_timeout_s
-from rl_vllm.errors import ConfigError, EngineDiedError, GenerationError, ServiceNotRunningError
+from rl_vllm.errors import BadInputError, ConfigError, EngineDiedError, GenerationError, ServiceNotRunningError
 from rl_vllm.service.dispatch import Dispatcher
 from rl_vllm.service.executors import Executor
 from rl_vllm.service.inputs import Prompts, parse_prompts
@@ -220,7 +220,7 @@ class AsyncVLLM:
 
         Args:
             prompts: A string, a ``TokensPrompt``, a list of ids (one prompt), or a list of any of these.
-            sampling_params: vLLM's or ours; None means vLLM's defaults.
+            sampling_params: vLLM's or ours, one for all prompts; None means vLLM's defaults.
             prompt_token_ids: Ids of one prompt or of many, in place of ``prompts``.
             use_tqdm: Show a progress bar with tokens per second.
             timeout_seconds: Limit for the whole call; on expiry everything is aborted in the engines.
@@ -274,7 +274,8 @@ class AsyncVLLM:
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV on every replica; False when running requests hold some of it."""
         replicas = self._running("reset_prefix_cache()")
-        resets = lambda: asyncio.gather(*(r.engine.reset_prefix_cache() for r in replicas.living()))  # noqa: E731
+        targets = replicas.living() or replicas.serving()
+        resets = lambda: asyncio.gather(*(r.engine.reset_prefix_cache() for r in targets))  # noqa: E731
         return all(self._call("reset_prefix_cache", resets))
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
@@ -380,6 +381,8 @@ def _read_sampling(given: SamplingParams | SamplingConfig | None) -> tuple[Sampl
         return SamplingConfig(), False
     if isinstance(given, SamplingConfig):
         return given, True
+    if isinstance(given, Sequence):
+        raise BadInputError("sampling_params is one for all prompts, got a list: call generate once per setting")
     from rl_vllm.engine.params import from_vllm
 
     return from_vllm(given), given.logprobs is not None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from rl_vllm.errors import DeadlineError
+from rl_vllm.errors import DeadlineError, ServiceNotRunningError
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -33,8 +35,13 @@ class LoopThread:
 
         Raises:
             CancelledError: The loop has been closed.
+            ServiceNotRunningError: This process is a fork of the one that built the loop.
         """
         # Work that came after :meth:`close` looked for it would be waited for in vain.
+        if os.getpid() != self._pid:
+            # The thread did not come along: a result would never arrive.
+            work.close()
+            raise ServiceNotRunningError(f"running in process {self._pid}, of which this one is a fork", "it")
         with self._lock:
             if self._closed:
                 work.close()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rl_vllm.config import require_member
 from rl_vllm.errors import BadPromptError
 from rl_vllm.types import BadPrompt, ModelInfo, PromptBatch, RequestFailure, SamplingConfig
 
@@ -39,7 +40,9 @@ def check_prompts(
 
     Raises:
         BadPromptError: A row is bad and ``on_bad_prompt`` is ``RAISE``; nothing has been sent.
+        ConfigError: ``on_bad_prompt`` is no :class:`BadPrompt`.
     """
+    require_member("on_bad_prompt", on_bad_prompt, BadPrompt)
     reasons = find_bad_prompts(prompts, model)
     if reasons and on_bad_prompt is BadPrompt.RAISE:
         row = min(reasons)

@@ -70,6 +70,7 @@ class RayExecutor:
 
     def __init__(self) -> None:
         self._joined = False
+        self._started = False
         self._groups: list[PlacementGroup] = []
         self._engines: list[RayEngine] = []
         self._shutdown_timeout_s = 0.0
@@ -101,22 +102,28 @@ class RayExecutor:
         except TimeoutError:
             # The cluster is large enough, but others hold what is missing, or no single node has a whole replica.
             total = {name: amount * config.num_replicas for name, amount in wanted.items()}
-            raise NotEnoughResourcesError(total, ray.available_resources()) from None
+            free = ray.available_resources()
+            raise NotEnoughResourcesError(total, {name: free.get(name, 0.0) for name in total}, "free") from None
 
     async def _start(self, config: ServiceConfig) -> list[ModelInfo]:
         limit_s = config.launch_timeout_s or start_timeout_s()
         starts = [
             asyncio.create_task(engine.start(), name=f"replica-{i}-start") for i, engine in enumerate(self._engines)
         ]
-        done, pending = await asyncio.wait(starts, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            done, pending = await asyncio.wait(starts, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            # Also when the launch itself is cancelled: nobody else asks these tasks how they ended.
+            for task in starts:
+                task.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
         errors = [error for error in (task.exception() for task in done) if error is not None]
-        for task in pending:
-            task.cancel()
         if errors:
             own = [error for error in errors if isinstance(error, EngineStartError)]
             raise (own or errors)[0]
         if pending:
             raise DeadlineError(f"{len(pending)} of {len(starts)} replicas to start", limit_s)
+        self._started = True
         return [task.result() for task in starts]
 
     async def close(self) -> None:
@@ -133,8 +140,10 @@ class RayExecutor:
 
     async def _stop(self, engine: RayEngine) -> None:
         try:
-            async with asyncio.timeout(self._shutdown_timeout_s):
-                await engine.shutdown()
+            # An engine that is still loading cannot answer: it is killed at once.
+            if self._started:
+                async with asyncio.timeout(self._shutdown_timeout_s):
+                    await engine.shutdown()
         except TimeoutError:
             logger.warning("an engine did not stop within %.0f s and is killed", self._shutdown_timeout_s)
         except (ray.exceptions.RayError, RuntimeError) as error:

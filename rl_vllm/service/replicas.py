@@ -27,6 +27,7 @@ class Replica:
         version: The weight version it committed last.
         outstanding_requests: Requests sent and not yet answered.
         outstanding_tokens: Tokens those may still cost.
+        reason: Why it is in its state.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Replica:
     version: int = 0
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
+    reason: str = ""
 
     def acquire(self, cost: int) -> None:
         self.outstanding_requests += 1
@@ -56,8 +58,11 @@ class ReplicaSet:
         """Change a replica's state and tell all who watch."""
         if state is replica.state:
             return
-        logger.info("replica %d: %s -> %s (%s)", replica.index, replica.state.value, state.value, reason)
+        # Less capacity than was asked for is what a person must know; the rest is for those who look.
+        level = logging.WARNING if state in (ReplicaState.DEAD, ReplicaState.STALE) else logging.INFO
+        logger.log(level, "replica %d: %s -> %s (%s)", replica.index, replica.state.value, state.value, reason)
         replica.state = state
+        replica.reason = reason
         for watcher in tuple(self._watchers):
             watcher(replica)
 
@@ -76,7 +81,9 @@ class ReplicaSet:
         """
         found = [replica for replica in self.all if replica.state is ReplicaState.SERVING]
         if not found:
-            states = ", ".join(f"replica {replica.index} is {replica.state.value}" for replica in self.all)
+            states = ", ".join(
+                f"replica {replica.index} is {replica.state.value} ({replica.reason})" for replica in self.all
+            )
             remedy = "complete a refit" if self.living() else "launch a new service"
             raise NoReplicaServesError(self.all[0].index, f"{states}; {remedy}")
         return found
@@ -95,3 +102,8 @@ class ReplicaSet:
 def loads(replicas: list[Replica]) -> NDArray[np.int64]:
     """Outstanding tokens of each replica, int64 [R]."""
     return np.array([replica.outstanding_tokens for replica in replicas], np.int64)
+
+
+def _in_words(replica: Replica) -> str:
+    why = f" ({replica.reason})" if replica.reason else ""
+    return f"replica {replica.index} is {replica.state.value}{why}"

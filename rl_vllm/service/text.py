@@ -23,7 +23,7 @@ def decode_samples(
     The EOS, stop id or stop string that ended a sample is left out unless ``include_stop_str_in_output`` is set.
     Without a tokenizer every text is empty.
     """
-    if tokenizer is None:
+    if tokenizer is None or len(batch) == 0:
         return [""] * len(batch)
     skip = sampling.skip_special_tokens
     contexts = [prompts.row(row)[-_CONTEXT_TOKENS:].tolist() for row in batch.numbers_N.tolist()]

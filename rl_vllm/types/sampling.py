@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from rl_vllm.errors import ConfigError
 
-Scalar = bool | int | float | str | None
+# vLLM refuses more.
+MAX_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class SamplingConfig:
     Attributes:
         n: Samples per prompt; they share the prompt's prefill.
         max_tokens: Longest response, in tokens. Clamped to what the context leaves; None means up to the context's end.
-        temperature: 0 is greedy.
+        temperature: In [0, 2]; 0 is greedy.
         top_p: In (0, 1].
         top_k: -1 or 0 switches it off, otherwise at least 1.
         min_p: In [0, 1].
@@ -68,7 +69,7 @@ class SamplingConfig:
         _check_integer("logprobs", self.logprobs, low=0)
         if self.prompt_logprobs is not None:
             _check_integer("prompt_logprobs", self.prompt_logprobs, low=0)
-        _check_real("temperature", self.temperature, low=0.0)
+        _check_real("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _check_real("top_p", self.top_p, low=0.0, high=1.0)
         _check_real("min_p", self.min_p, low=0.0, high=1.0)
         _check_real("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
@@ -84,6 +85,10 @@ class SamplingConfig:
             raise ConfigError(
                 f"temperature=0 is greedy: n={self.n} samples would be equal; use n=1 or a temperature above 0"
             )
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed must be an integer or None, got {self.seed!r} ({type(self.seed).__name__})")
+        _check_tuple("stop", self.stop, str)
+        _check_tuple("stop_token_ids", self.stop_token_ids, int)
         if any(not text for text in self.stop):
             raise ConfigError("stop holds an empty string, which would end every response at once: remove it")
 
@@ -98,6 +103,12 @@ class SamplingConfig:
 
     def with_seed(self, seed: int | None) -> SamplingConfig:
         return replace(self, seed=seed)
+
+
+def _check_tuple(name: str, value: object, kind: type) -> None:
+    # A plain string is a sequence too: its letters would each end a response.
+    if not isinstance(value, tuple) or any(isinstance(item, bool) or not isinstance(item, kind) for item in value):
+        raise ConfigError(f"{name} must be a tuple of {kind.__name__}, got {value!r}: write ({value!r},) for one")
 
 
 def _check_integer(name: str, value: object, *, low: int) -> None:

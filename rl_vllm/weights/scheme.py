@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -33,6 +33,11 @@ class VersionedCollector(Protocol):
     def increment_version(self) -> None:
         """Count one more policy version."""
         ...
+
+
+@runtime_checkable
+class _CheckableSource(WeightSource, Protocol):
+    """A weight source that can be told from other values."""
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
@@ -100,7 +105,11 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return self._transport
 
     def register_model(self, model: Weights) -> None:
-        """Remember whose weights to send when none are given; its values are read at each refit."""
+        """Remember whose weights to send when none are given; its values are read at each refit.
+
+        Raises:
+            BadInputError: It holds no weights that can be sent.
+        """
         self._trained = _as_source(model)
 
     def refit(self, weights: Weights | None = None) -> RefitReceipt:
@@ -108,6 +117,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             ConfigError: There is no service or nothing to send.
+            BadInputError: The weights are of no kind that can be sent, or an entry of theirs is not.
             RefitError: See :func:`~rl_vllm.weights.refit`.
         """
         if self._service is None:
@@ -220,6 +230,6 @@ class VLLMWeightReceiver:
 
 
 def _as_source(weights: Weights) -> WeightSource:
-    if isinstance(weights, nn.Module | Mapping | TensorDictBase):
+    if isinstance(weights, nn.Module | Mapping | TensorDictBase) or not isinstance(weights, _CheckableSource):
         return ModuleSource(weights)
     return weights

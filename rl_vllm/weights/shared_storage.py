@@ -27,7 +27,7 @@ from typing import BinaryIO
 import torch
 
 from rl_vllm.config import require_at_least
-from rl_vllm.errors import BadInputError, RefitError
+from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource
 from rl_vllm.types import ShardEntry, WeightManifest, WeightUpdate, weights_digest
 from rl_vllm.weights.shard_writer import ShardPlan, plan_shards, write_shards
@@ -45,7 +45,8 @@ class SharedStorageTransport:
     """Stages weights as safetensors shards with a manifest.
 
     Args:
-        folder: Where versions go, seen by every engine under the same path; kept when the transport closes. None means
+        folder: Where versions go, seen by every engine under the same path; ``~`` is the home folder; kept when the
+            transport closes, and to be used by one run, or by a later one whose versions are higher. None means
             a private folder, made by the first :meth:`stage`: in memory when that has room for ``keep_versions + 1``
             versions, else in the temporary folder. It goes with :meth:`close` or with this process, however that ends.
         keep_versions: Versions kept by :meth:`retire`, at least 1.
@@ -62,7 +63,7 @@ class SharedStorageTransport:
     ) -> None:
         require_at_least("keep_versions", keep_versions, 1)
         require_at_least("shard_bytes", shard_bytes, 1)
-        self._folder = None if folder is None else Path(folder).absolute()
+        self._folder = None if folder is None else _absolute(folder)
         self._keep_versions = keep_versions
         self._shard_bytes = shard_bytes
         self._writer = uuid.uuid4().hex[:12]
@@ -81,8 +82,9 @@ class SharedStorageTransport:
         thread does the work.
 
         Raises:
-            RefitError: The disk is full, another trainer uses the folder, the version is there already, a weight is NaN
-                or infinite (phase "check"), or ``timeout_s`` passed. Nothing is left behind.
+            RefitError: The disk is full, another trainer uses the folder, the version is there already, the folder
+                holds versions of an ended run that this run would come to (found by the first call), a weight is NaN or
+                infinite (phase "check"), or ``timeout_s`` passed. Nothing is left behind.
         """
         deadline = time.monotonic() + timeout_s
         plans = plan_shards(source.specs(), self._shard_bytes)
@@ -138,7 +140,14 @@ class SharedStorageTransport:
             self._folder, guardian = _private_folder((self._keep_versions + 1) * needed)
             self._remove = weakref.finalize(self, _remove_private, self._folder, guardian, os.getpid())
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self._folder, self._writer, version)
+        lock = _lock(self._folder, self._writer, version)
+        try:
+            _refuse_leftovers(self._folder, self._writer, version)
+        except BaseException:
+            # Unlocked again, the next call looks once more: the versions may be gone by then.
+            lock.close()
+            raise
+        self._lock = lock
         for leftover in self._folder.glob(".staging-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         return self._folder
@@ -186,6 +195,37 @@ def _version_of(path: Path) -> int | None:
     """The version a folder holds, or None for what is not one of ours."""
     match = re.fullmatch(r"v(\d{6,})", path.name)
     return int(match[1]) if match else None
+
+
+def _absolute(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"folder {os.fspath(folder)!r} names a home that is not known: give the full path") from error
+
+
+def _refuse_leftovers(folder: Path, writer: str, version: int) -> None:
+    """Raise while versions of another writer, who has ended because the caller holds the lock, are in the way."""
+    found = sorted(
+        old
+        for path in folder.iterdir()
+        if (old := _version_of(path)) is not None and old >= version and _writer_of(path) != writer
+    )
+    if found:
+        names = ", ".join(map(_version_name, found))
+        reason = (
+            f"{folder} holds {names} of an ended run, and this run begins with version {version} and would come to "
+            "them: choose another folder, or delete them"
+        )
+        raise RefitError(version, "stage", (), reason)
+
+
+def _writer_of(path: Path) -> str | None:
+    """Who wrote a version, or None when its manifest does not say."""
+    try:
+        return WeightManifest.from_json((path / WeightManifest.FILE_NAME).read_text()).writer
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _private_folder(wanted_bytes: int) -> tuple[Path, subprocess.Popen[bytes]]:

@@ -35,7 +35,8 @@ class ModuleSource:
             Tied heads are left out; buffers are sent only when ``state_dict`` has them.
 
     Raises:
-        BadInputError: There is no single model to send, or its adapters cannot be merged.
+        BadInputError: There is no single model to send, its adapters cannot be merged, an entry of the state dict is no
+            tensor, or it is something else altogether.
     """
 
     def __init__(self, weights: nn.Module | Mapping[str, torch.Tensor] | TensorDictBase) -> None:
@@ -46,9 +47,13 @@ class ModuleSource:
         elif isinstance(weights, nn.Module):
             self._module = _model_inside(weights)
         elif isinstance(weights, Mapping):
-            self._mapping = dict(weights)
+            self._mapping = _named_tensors(weights)
         else:
-            raise BadInputError(f"weights must be a module, a state dict or a tensordict, got {type(weights).__name__}")
+            got = repr(weights) if isinstance(weights, str) else f"a {type(weights).__name__}"
+            raise BadInputError(
+                f"weights must be a module, a state dict, a tensordict or a WeightSource, got {got}: pass the model "
+                "itself, or of names and tensors dict(...); load a checkpoint first"
+            )
         if self._mapping is not None and not self._mapping:
             raise BadInputError("the state dict is empty: there is nothing to send")
 
@@ -171,6 +176,20 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights.flatten_keys(".").items() if isinstance(value, torch.Tensor)}
+
+
+def _named_tensors(weights: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            raise BadInputError(f"the state dict has the key {name!r}: keys are the names of a checkpoint's tensors")
+        if not isinstance(value, torch.Tensor):
+            raise BadInputError(
+                f"{name} in the state dict is a {type(value).__name__}, not a tensor: convert it "
+                "(torch.as_tensor), or leave it out"
+            )
+        named[name] = value
+    return named
 
 
 def _layer_of(name: str) -> str:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 # Stage and commit; the specs are asked for once in the life of a service.
 RPCS_PER_REFIT = 2
 
+# Completions carry the version of each token as int32.
+MAX_VERSION = 2**31 - 1
+
 
 @dataclass(eq=False)
 class _Ledger:
@@ -50,7 +53,7 @@ def refit(
         service: The replicas.
         source: The trainer's weights.
         transport: How they move.
-        version: Above every version tried before; None means the next one.
+        version: Above every version tried before and below 2**31; None means the next one.
         config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
 
     Raises:
@@ -120,7 +123,10 @@ def _refit(
 def _next_version(service: GenerationService, ledger: _Ledger, version: int | None) -> int:
     newest = max(service.weight_version, ledger.tried)
     if version is None:
-        return newest + 1
+        version = newest + 1
+    if version > MAX_VERSION:
+        reason = f"a version is at most {MAX_VERSION}, which int32 holds, and {version} is above: pass a lower one"
+        raise RefitError(version, "check", (), reason)
     if version <= newest:
         reason = f"versions only grow and {newest} has been used: pass a higher one, or none"
         raise RefitError(version, "check", (), reason)

@@ -13,7 +13,9 @@ ENGINE = EngineConfig(model="some/model")
 
 REFUSED = [
     (EngineConfig, {"model": ""}, "model must be a path or a hub id, got ''"),
-    (EngineConfig, {"model": Path("x")}, "model must be a path or a hub id"),
+    (EngineConfig, {"model": 7}, "model must be a path or a hub id, got 7"),
+    (RefitConfig, {"kv": "recompute"}, "kv must be one of KVCache.RECOMPUTE, KVCache.REUSE, got 'recompute'"),
+    (RefitConfig, {"in_flight": "keep"}, "in_flight must be one of InFlight.KEEP, InFlight.WAIT, InFlight.ABORT"),
     (EngineConfig, {"model": "m", "tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
     (EngineConfig, {"model": "m", "pipeline_parallel_size": 1.0}, "pipeline_parallel_size must be an integer"),
     (EngineConfig, {"model": "m", "data_parallel_size": True}, "data_parallel_size must be an integer"),
@@ -77,3 +79,8 @@ def test_the_cache_is_in_the_home_folder_unless_the_variable_says_otherwise(monk
     assert config.cache_dir() == Path("/home/somebody/.cache/rl_vllm")
     monkeypatch.setenv("RL_VLLM_CACHE", "~/elsewhere")
     assert config.cache_dir() == Path("/home/somebody/elsewhere")
+
+
+def test_a_path_is_a_model_and_the_home_folder_is_resolved():
+    assert EngineConfig(model=Path("some/model")).model == "some/model"
+    assert EngineConfig(model="~/model").model == str(Path.home() / "model")

@@ -34,6 +34,7 @@ def sent(service):
 FORMS = {
     "left-padded with a mask": lambda: dense(LEFT, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]])),
     "right-padded with a mask": lambda: dense(RIGHT, attention_mask=RIGHT != 0),
+    "left-padded with a float mask": lambda: dense(LEFT, attention_mask=torch.tensor([[0.0, 1, 1], [1, 1, 1]])),
     "masked under TorchRL's key": lambda: dense(LEFT, masks=Masks(all_attention_mask=LEFT != 0, batch_size=[2])),
     "jagged": lambda: dense(torch.nested.nested_tensor([torch.tensor(r) for r in ROWS], layout=torch.jagged)),
     "a list of tensors": lambda: dense(listed([torch.tensor(row) for row in ROWS])),
@@ -163,6 +164,22 @@ REFUSED = {
     "a mask of another shape": (
         dense(LEFT, attention_mask=torch.ones(2, 2)), BadInputError, r"prompts' shape \(2, 3\), got \(2, 2\)",
     ),
+    "an additive mask": (
+        dense(LEFT, attention_mask=torch.where(LEFT == 0, -1e9, 0.0)),
+        BadInputError, r"attention_mask must be 1 .* holds -1000000000.0: .* give mask == 0",
+    ),
+    "a mask of NaN": (dense(LEFT, attention_mask=LEFT / LEFT), BadInputError, "attention_mask must be 1 .* holds nan"),
+    "a mask of segments": (dense(LEFT, attention_mask=LEFT.clamp(max=6)), BadInputError, "attention_mask .* holds 5"),
+    "an additive mask under TorchRL's key": (
+        dense(LEFT, masks=Masks(all_attention_mask=torch.where(LEFT == 0, -1e9, 0.0), batch_size=[2])),
+        BadInputError, r"'masks', 'all_attention_mask'\) must be 1",
+    ),
+    "prompts without a position": (dense(torch.zeros(2, 0, dtype=torch.int64)), BadPromptError, "prompt 0: it has no"),
+    "prompts and a mask without a position": (
+        dense(torch.zeros(2, 0, dtype=torch.int64), attention_mask=torch.ones(2, 0)), BadPromptError, "no tokens",
+    ),
+    "a dict": ({"tokens": {"prompt": LEFT}}, BadInputError, "must be a tensordict, got dict: .*TensorDict"),
+    "a tensor": (LEFT, BadInputError, "must be a tensordict, got Tensor"),
     "a row of strings": (dense(listed([["a"], [1]])), BadInputError, "row 0 is no sequence of token ids"),
     "too few rows": (dense(listed([[1, 2]])), BadInputError, "each of 2 prompts, got 1 rows"),
     "only padding": (dense(LEFT, attention_mask=LEFT > 9), BadPromptError, "prompt 0: it has no tokens.*padding"),
@@ -187,6 +204,22 @@ def test_with_marking_only_the_bad_rows_fail_and_the_count_is_logged(caplog):
         out = policy(dense(listed([[], [1, -1], [5], [6, 2**40]], 4), (4,)))
     assert out["completion", "valid"].tolist() == [False, False, True, False]
     assert "3 of 4 prompts got no completion; first, prompt 0" in caplog.text
+
+
+@pytest.mark.parametrize("pad_output", [True, False])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_prompts_without_a_position_are_marked_row_by_row(shape, pad_output):
+    policy = VLLMPolicy(FakeService(), pad_output=pad_output, options=PolicyOptions(on_bad_prompt=BadPrompt.MARK))
+    out = policy(dense(torch.zeros(*shape, 0, dtype=torch.int64), shape))
+    assert out["completion", "valid"].tolist() == torch.zeros(shape, dtype=torch.bool).tolist()
+    assert out["tokens", "full"].numel() == 0
+
+
+def test_a_target_that_is_no_tensordict_is_refused_before_anything_is_sent():
+    service = FakeService()
+    with pytest.raises(BadInputError, match="tensordict_out must be a tensordict, got dict"):
+        VLLMPolicy(service)(dense(LEFT), tensordict_out={})
+    assert service.generate_calls == []
 
 
 def test_a_failure_of_the_service_is_raised_unless_rows_are_marked():
@@ -247,6 +280,12 @@ def test_a_chat_may_stand_alone_or_in_any_batch_shape(tiny_info, tokenizer):
 def test_text_and_chats_need_a_tokenizer():
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         VLLMPolicy(FakeService(), input_mode="text")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_with_its_path(tmp_path):
+    for path in ("/nope", str(tmp_path), tmp_path):
+        with pytest.raises(ConfigError, match=f"no tokenizer could be loaded from '{path}'"):
+            VLLMPolicy(FakeService(), tokenizer=path)
 
 
 def test_an_unknown_input_mode_is_refused():

@@ -63,7 +63,7 @@ REFUSED = {
     "sampling at zero": ({"do_sample": True, "temperature": 0}, "contradicts temperature=0"),
     "beam search": ({"num_beams": 4}, "num_beams=4 is not supported: beam search"),
     "no logprobs": ({"logprobs": False}, "always returned"),
-    "a value out of range": ({"temperature": -1}, "temperature must be finite and at least 0, got -1"),
+    "a value out of range": ({"temperature": -1}, r"temperature must be finite and in \[0, 2\], got -1"),
     "a value of the wrong type": ({"max_tokens": "9"}, "max_tokens must be an integer, got '9'"),
     "a stop that is no list": ({"stop": 1.5}, "stop must be one value or a list of values, got 1.5"),
     "no mapping": ([("n", 1)], "a SamplingConfig or a mapping"),

@@ -1,6 +1,7 @@
 """One loop in its own thread: deadlines, interrupts and closing reach the work."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -8,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from rl_vllm.errors import DeadlineError
+from rl_vllm.errors import DeadlineError, ServiceNotRunningError
 from rl_vllm.service.loop import LoopThread
 
 
@@ -122,3 +123,13 @@ def test_a_closed_loop_refuses_work_and_may_be_closed_again(loop):
         loop.run(Work(), timeout_s=10, waited_for="nothing")
     with pytest.raises(CancelledError):
         loop.submit(Work()())
+
+
+def test_a_fork_is_refused_instead_of_waiting_for_ever(loop, monkeypatch):
+    async def answer():
+        return 1
+
+    owner = os.getpid()
+    monkeypatch.setattr("rl_vllm.service.loop.os.getpid", lambda: owner + 1)
+    with pytest.raises(ServiceNotRunningError, match=f"running in process {owner}, of which this one is a fork"):
+        loop.run(answer, timeout_s=10, waited_for="an answer")

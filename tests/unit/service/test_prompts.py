@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_vllm.errors import BadPromptError
+from rl_vllm.errors import BadPromptError, ConfigError
 from rl_vllm.service.prompts import check_prompts, find_bad_prompts, row_seed, settings_per_row
 from rl_vllm.testing.answers import FAKE_MODEL
 from rl_vllm.types import BadPrompt, SamplingConfig
@@ -107,3 +107,8 @@ def test_the_first_seed_is_splitmix64_of_its_reference_implementation():
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
     assert row_seed(0, 0) == (state ^ (state >> 31)) >> 2
+
+
+def test_a_policy_for_bad_rows_given_as_text_is_refused():
+    with pytest.raises(ConfigError, match=r"on_bad_prompt must be one of BadPrompt\.RAISE, BadPrompt\.MARK"):
+        check_prompts(BAD, MODEL, "raise")

@@ -35,8 +35,14 @@ def test_only_serving_replicas_are_given_requests_and_stale_ones_still_live():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (ReplicaState.STALE, "no replica serves: replica 0 is dead, replica 1 is stale; complete a refit"),
-        (ReplicaState.DEAD, "no replica serves: replica 0 is dead, replica 1 is dead; launch a new service"),
+        (
+            ReplicaState.STALE,
+            r"no replica serves: replica 0 is dead \(as the test says\), replica 1 is stale \(.+\); complete a refit",
+        ),
+        (
+            ReplicaState.DEAD,
+            r"no replica serves: replica 0 is dead \(.+\), replica 1 is dead \(.+\); launch a new service",
+        ),
     ],
 )
 def test_when_none_serves_the_error_says_what_to_do(other, message):

@@ -99,3 +99,7 @@ def test_a_broken_character_in_the_middle_is_shown_as_broken():
 def test_a_character_begun_by_the_prompt_belongs_to_the_response_that_ends_it():
     first, second = "é".encode()
     assert text([second, 98], prompt=[65, first]) == "éb"
+
+
+def test_an_empty_batch_has_no_texts():
+    assert decode_samples(TOKENIZER, prompts(), CompletionBatch.empty(), SamplingConfig()) == []

@@ -15,7 +15,7 @@ from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 from rl_vllm.config import RefitConfig
-from rl_vllm.errors import ConfigError, RefitError, WeightsMismatchError
+from rl_vllm.errors import BadInputError, ConfigError, RefitError, WeightsMismatchError
 from rl_vllm.testing.fake_service import FakeScript, FakeService
 from rl_vllm.types import InFlight, TensorSpec
 from rl_vllm.weights.scheme import VLLMWeightSyncScheme
@@ -55,6 +55,34 @@ def test_a_sender_installs_the_registered_model_and_counts_collector_versions(
     assert [receipt.version for receipt in receipts] == [1, 2]
     assert service.weight_version == 2
     assert [collector.version for collector in collectors] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("ckpt", "got 'ckpt': .*load a checkpoint first"),
+        ([torch.zeros(2, 3)], "got a list"),
+        (nn.Linear(3, 2).named_parameters(), r"got a generator: .*dict\(...\)"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(scheme: VLLMWeightSyncScheme, weights: object, message: str) -> None:
+    sender = scheme.create_sender()
+    with pytest.raises(BadInputError, match=message):
+        sender.update_weights(weights)  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match=message):
+        sender.register_model(weights)  # type: ignore[arg-type]
+
+
+def test_a_source_of_ones_own_is_taken_as_it_is(scheme: VLLMWeightSyncScheme) -> None:
+    class Own:
+        def specs(self) -> tuple[TensorSpec, ...]:
+            return SPECS
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "weight", torch.ones(2, 3)
+            yield "bias", torch.ones(2)
+
+    assert scheme.create_sender().update_weights(Own()).num_tensors == 2
 
 
 def test_no_collector_moves_when_a_refit_fails(scheme: VLLMWeightSyncScheme, service: FakeService) -> None:

@@ -226,6 +226,59 @@ def test_a_killed_trainers_folder_is_taken_over_and_its_unfinished_version_remov
     heir.close()
 
 
+def test_versions_of_an_ended_run_that_this_run_would_come_to_are_refused_at_once(
+    transport: SharedStorageTransport,
+) -> None:
+    for version in (1, 6, 7):
+        stage(transport, version)
+    transport.close()
+    heir = SharedStorageTransport(transport.folder)
+    for _ in range(2):
+        with pytest.raises(
+            RefitError, match=r"weights holds v000006, v000007 .* version 2 .*another folder, or delete"
+        ):
+            stage(heir, 2)
+    assert transport.folder is not None
+    assert sorted(path.name for path in transport.folder.glob("v*")) == ["v000001", "v000006", "v000007"]
+    for version in (6, 7):
+        shutil.rmtree(transport.folder / f"v{version:06d}")
+    stage(heir, 2)
+    heir.close()
+
+
+def test_a_version_without_a_readable_manifest_is_in_the_way_too(transport: SharedStorageTransport) -> None:
+    assert transport.folder is not None
+    for name, text in {"v000003": "[]", "v000004": "{}", "v000005": "{"}.items():
+        (transport.folder / name).mkdir(parents=True)
+        (transport.folder / name / WeightManifest.FILE_NAME).write_text(text)
+    (transport.folder / "v000006").mkdir()
+    with pytest.raises(RefitError, match="holds v000003, v000004, v000005, v000006 of an ended run"):
+        stage(transport, 1)
+
+
+def test_a_folder_is_given_back_when_its_versions_are_in_the_way(transport: SharedStorageTransport) -> None:
+    stage(transport, 5)
+    transport.close()
+    heir, other = SharedStorageTransport(transport.folder), SharedStorageTransport(transport.folder)
+    with pytest.raises(RefitError, match="v000005"):
+        stage(heir, 1)
+    stage(other, 6)
+    other.close()
+
+
+def test_a_closed_transports_own_versions_are_not_in_its_way(transport: SharedStorageTransport) -> None:
+    stage(transport, 3)
+    transport.close()
+    stage(transport, 2)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert SharedStorageTransport("~/w").folder == tmp_path / "w"
+    with pytest.raises(ConfigError, match="'~no-such-user/w' names a home that is not known"):
+        SharedStorageTransport("~no-such-user/w")
+
+
 def test_a_private_folder_goes_with_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_storage, "MEMORY_FOLDER", tmp_path)
     transport = SharedStorageTransport()

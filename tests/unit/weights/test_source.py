@@ -200,6 +200,19 @@ def test_nothing_to_send_is_refused(weights: object) -> None:
         ModuleSource(weights)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"a.b": None}, "a.b in the state dict is a NoneType, not a tensor"),
+        ({"a.b": torch.zeros(2).numpy()}, "a.b in the state dict is a ndarray, not a tensor: convert it"),
+        ({3: torch.zeros(2)}, "the state dict has the key 3"),
+    ],
+)
+def test_an_entry_that_is_no_named_tensor_is_refused_by_name(entry: dict[object, object], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        ModuleSource({"a.a": torch.zeros(2)} | entry)  # type: ignore[arg-type]
+
+
 def test_state_dicts_and_tensordicts_send_their_entries_without_the_tied_head() -> None:
     embedding = torch.arange(6.0).view(3, 2)
     state = {"model.embed_tokens.weight": embedding, "mtp.lm_head.weight": embedding, "lm_head.weight": embedding}

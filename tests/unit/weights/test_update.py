@@ -75,6 +75,18 @@ def test_versions_count_up_and_older_files_go(
     assert versions_in(tmp_path) == ["v000003", "v000004"]
 
 
+def test_a_version_that_no_int32_holds_is_refused_with_its_value(
+    service: FakeService, transport: SharedStorageTransport
+) -> None:
+    with pytest.raises(RefitError, match=r"at most 2147483647, .* and 2147483653 is above") as caught:
+        refit(service, ModuleSource(WEIGHTS), transport, version=2**31 + 5)
+    assert caught.value.phase == "check"
+    assert refit(service, ModuleSource(WEIGHTS), transport, version=2**31 - 1).version == 2147483647
+    with pytest.raises(RefitError, match="2147483648 is above"):
+        refit(service, ModuleSource(WEIGHTS), transport)
+    assert service.weight_version == 2147483647
+
+
 @pytest.mark.parametrize("version", [5, 4])
 def test_a_version_that_is_not_above_the_last_is_refused(
     service: FakeService, transport: SharedStorageTransport, version: int
