@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from rl_vllm.config import EngineConfig, require_above_zero, require_at_least, require_choice
+from rl_vllm import SamplingConfig
+from rl_vllm.config import DTYPES, EngineConfig, ServiceConfig, require_above_zero, require_at_least, require_choice
 from rl_vllm.envs import TaskConfig
 from rl_vllm.errors import ConfigError
 
+CHECKPOINT = "checkpoint.pt"
 CONFIG_DIR = Path(__file__).parent / "configs"
 TRAINER_DTYPES = ("float32", "bfloat16")
 
@@ -95,12 +98,29 @@ class GRPOConfig:
             require_at_least(name, getattr(self, name), 1)
         require_at_least("steps", self.steps, 1)
         require_at_least("group_size", self.group_size, 2)
-        require_at_least("trainer_threads", self.trainer_threads, 1)
-        for name in ("learning_rate", "max_grad_norm", "clip_epsilon", "temperature"):
+        for name in ("trainer_threads", "num_replicas", "engine_cores"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("learning_rate", "max_grad_norm", "clip_epsilon", "temperature", "engine_kv_cache_gib"):
             require_above_zero(name, getattr(self, name))
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ConfigError(f"weight_decay must be a finite number of at least 0, got {self.weight_decay}")
         require_choice("trainer_dtype", self.trainer_dtype, TRAINER_DTYPES)
+        require_choice("engine_dtype", self.engine_dtype, DTYPES)
+        if not self.output:
+            raise ConfigError("output is empty: name a folder with --output")
+        try:
+            torch.device(self.trainer_device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"trainer_device must be a device like 'cpu' or 'cuda:0', got {self.trainer_device!r}"
+            ) from error
         if self.prompts_per_step > self.num_train:
             raise ConfigError(f"prompts_per_step={self.prompts_per_step} is above num_train={self.num_train}")
+        # What the parts refuse is refused here, before anything is read, written or started.
+        self.task_config()
+        SamplingConfig(max_tokens=self.max_response_tokens, temperature=self.temperature)
+        engine = self.engine_config("not found yet" if self.model is None else self.model, first_step=0)
+        ServiceConfig(engine=engine, num_replicas=self.num_replicas)
 
     @property
     def sequences_per_step(self) -> int:
@@ -154,6 +174,8 @@ def parse_command(arguments: Sequence[str] | None) -> Command:
     parser.add_argument("--output", help="folder for everything the run writes")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run that wrote this output folder")
     given = parser.parse_args(arguments)
+    if given.resume is not None:
+        find_checkpoint(Path(given.resume))
     if given.config is None and given.resume is not None:
         values = _read_file(str(Path(given.resume) / "config.json"))
     else:
@@ -172,6 +194,19 @@ def parse_command(arguments: Sequence[str] | None) -> Command:
         if getattr(given, name) is not None:
             values[name] = getattr(given, name)
     return Command(build_config(values), None if given.resume is None else Path(given.resume))
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The checkpoint in a run's output folder.
+
+    Raises:
+        ConfigError: The folder has none.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        what = f"it has no {CHECKPOINT}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"there is nothing to resume in {str(folder)!r}: {what}; start a run with --output instead")
+    return path
 
 
 def build_config(values: Mapping[str, Any]) -> GRPOConfig:

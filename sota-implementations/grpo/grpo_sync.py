@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch
 from config import Command, GRPOConfig, parse_command
 from evaluate import compare, evaluate
 from losses import MeasuredGRPOLoss
-from reporting import RunReport, load_checkpoint
+from reporting import RunReport, check_output, keep_traceback, load_checkpoint
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -51,14 +49,14 @@ def train(command: Command) -> None:
     if first_step >= config.steps:
         raise ConfigError(f"the run in {command.resume} has {first_step} steps already: ask for more with --steps")
     model_path = find_model(config)
+    check_output(Path(config.output))
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer_threads)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = load_model(model_path, config)
 
     with ExitStack() as stack:
-        report = stack.enter_context(RunReport(config, first_step=first_step))
-        report.say(f"starting {config.num_replicas} x {model_path}; this takes about half a minute")
+        print(f"starting {config.num_replicas} x {model_path}; this takes about half a minute", flush=True)
         engines = config.engine_config(model_path, first_step=first_step)
         service = stack.enter_context(AsyncVLLM.launch(engines, config.num_replicas))
         # Ray has put a handler of its own in place, which ends the process without clean-up.
@@ -110,6 +108,8 @@ def train(command: Command) -> None:
             if saved is None
             else np.array(saved["reward_before_P"])
         )
+        # Not earlier: it clears what the folder held, and a run that cannot start must leave that as it was.
+        report = stack.enter_context(RunReport(config, first_step=first_step))
         report.say(f"mean reward on {len(before)} held-out prompts before training: {before.mean():.3f}")
 
         batches = iter(collector)
@@ -231,10 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted: the engines are stopped; --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 (the program ends here, and the file has what the sentence leaves out)
-        trace = Path(tempfile.gettempdir()) / "grpo_sync_error.txt"
-        trace.write_text(traceback.format_exc())
         reason = str(error).strip().partition("\n")[0]
-        print(f"error: {type(error).__name__}: {reason} (the whole traceback is in {trace})", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {reason} ({keep_traceback()})", file=sys.stderr)
         return 1
     return 0
 

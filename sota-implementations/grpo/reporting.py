@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from config import GRPOConfig
+from config import CHECKPOINT, GRPOConfig, find_checkpoint
 from evaluate import Difference
 from tensordict import TensorDictBase
 from torch.utils.tensorboard import SummaryWriter
@@ -18,12 +20,14 @@ from tqdm import tqdm
 
 from rl_vllm.errors import ConfigError
 
-CHECKPOINT = "checkpoint.pt"
 MEAN_OVER = 5
+SAVED = ("step", "model", "optimizer", "rng", "reward_before_P")
 
 
 class RunReport:
     """The output folder of one run; a context manager.
+
+    Building it clears what an earlier run left there: build it when nothing that can be checked can still fail.
 
     Args:
         config: The run's settings; written to ``config.json``.
@@ -33,7 +37,7 @@ class RunReport:
     def __init__(self, config: GRPOConfig, *, first_step: int) -> None:
         self.folder = Path(config.output)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        self._replace("config.json", json.dumps(asdict(config), indent=2) + "\n")
         self._keep_lines("metrics.jsonl", first_step)
         self._keep_lines("rollouts.jsonl", first_step)
         self._metrics = (self.folder / "metrics.jsonl").open("a")
@@ -119,21 +123,66 @@ class RunReport:
 
     def _keep_lines(self, name: str, first_step: int) -> None:
         path = self.folder / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() and first_step else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= first_step))
+        lines = path.read_text().splitlines() if path.exists() and first_step else []
+        if lines and not _is_json(lines[-1]):
+            # The run was killed in the middle of a line.
+            lines.pop()
+        self._replace(name, "".join(line + "\n" for line in lines if json.loads(line)["step"] <= first_step))
+
+    def _replace(self, name: str, text: str) -> None:
+        aside = self.folder / f"{name}.new"
+        aside.write_text(text)
+        aside.replace(self.folder / name)
+
+
+def check_output(folder: Path) -> None:
+    """Make sure that a run can write to its output folder, without touching what is in there.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to output={str(folder)!r} ({error.strerror}): name another folder") from error
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The state that :meth:`RunReport.save_checkpoint` wrote last.
 
     Raises:
-        ConfigError: The folder has none.
+        ConfigError: The folder has none, or a damaged one.
     """
-    path = folder / CHECKPOINT
-    if not path.is_file():
-        raise ConfigError(f"there is nothing to resume: {path} does not exist")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+    path = find_checkpoint(folder)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: state[name] for name in SAVED}
+    except OSError:
+        raise
+    except Exception as error:
+        # A damaged file fails in as many ways as there are bytes; torch's own words suggest to load it unsafely.
+        raise ConfigError(f"the checkpoint {path} is damaged: start again without --resume") from error
+
+
+def keep_traceback() -> str:
+    """Write the current exception's traceback to a new file; says where, or why not."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="grpo_sync_", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(traceback.format_exc())
+    except OSError as error:
+        return f"the traceback could not be written: {error}"
+    return f"the whole traceback is in {file.name}"
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def draw_curve(steps: list[dict[str, float | None]], difference: Difference, path: Path) -> None:
@@ -144,7 +193,7 @@ def draw_curve(steps: list[dict[str, float | None]], difference: Difference, pat
     rewards = torch.tensor([float(line["reward"] or 0.0) for line in steps], dtype=torch.float64)
     numbers = torch.arange(1, len(steps) + 1)
     smooth = [rewards[max(0, end - MEAN_OVER) : end].mean().item() for end in numbers.tolist()]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot(numbers, rewards, ".", color="tab:blue", alpha=0.4, label="training batch")
@@ -156,5 +205,6 @@ def draw_curve(steps: list[dict[str, float | None]], difference: Difference, pat
         label="held-out prompts, with the 95 % interval of the difference",
     )  # fmt: skip
     axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1))
-    axes.legend(loc="upper left", frameon=False)
+    # Outside: rewards may lie anywhere in the axes.
+    figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=150)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,12 +16,12 @@ import torch
 from config import GRPOConfig, build_config, parse_command
 from evaluate import compare
 from losses import MeasuredGRPOLoss
-from reporting import load_checkpoint
+from reporting import RunReport, load_checkpoint
 from torchrl.modules.llm import TransformersWrapper
 from trainer import ResponseTrainer
 from transformers import AutoModelForCausalLM
 
-from rl_vllm.errors import ConfigError
+from rl_vllm.errors import ConfigError, EngineStartError
 from rl_vllm.policy import VLLMPolicy
 from rl_vllm.testing import FakeService
 from rl_vllm.testing.fake_service import FAKE_MODEL
@@ -179,7 +180,16 @@ def main(capsys):
         (["--set", "num_train=0", "--set", "prompts_per_step=1"], "num_train"),
         (["--set", "task=count_bits", "--set", "task_options={max_n: 3}"], "too few different prompts"),
         (["--model", "/nowhere/at/all"], "model folder '/nowhere/at/all' does not exist"),
-        (["--resume", "/nowhere/at/all"], "there is no config '/nowhere/at/all/config.json'"),
+        (["--set", "num_replicas=0"], "num_replicas must be an integer of at least 1, got 0"),
+        (["--set", "engine_cores=0"], "engine_cores must be an integer of at least 1, got 0"),
+        (["--set", "engine_kv_cache_gib=0"], "engine_kv_cache_gib must be a finite number above 0, got 0.0"),
+        (["--set", "engine_dtype=int8"], "engine_dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        (["--set", "max_model_len=1"], "max_model_len must be an integer of at least 2, got 1"),
+        (["--set", "temperature=3"], "temperature"),
+        (["--set", "weight_decay=-1"], "weight_decay must be a finite number of at least 0, got -1.0"),
+        (["--set", "trainer_device=cpuu"], "trainer_device must be a device like 'cpu' or 'cuda:0', got 'cpuu'"),
+        (["--set", "num_held_out=0"], "num_held_out must be an integer of at least 1, got 0"),
+        (["--resume", "/nowhere/at/all"], "there is nothing to resume in '/nowhere/at/all': there is no such folder"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(main, tmp_path, arguments, complaint):
@@ -190,6 +200,106 @@ def test_bad_input_is_refused_with_one_sentence(main, tmp_path, arguments, compl
     assert complaint in message
     assert num_lines == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def finished(tmp_path, tiny_llama):
+    """The output folder of a run of two steps, written without a run, and a way to see that nothing in it changed."""
+    folder = tmp_path / "finished"
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "tensorboard" / "events.out.tfevents.1").write_bytes(b"events")
+    values = {"output": str(folder), "model": str(tiny_llama), "task": "count_bits", "num_train": 16, "num_examples": 0}
+    (folder / "config.json").write_text(json.dumps(values))
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (folder / name).write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.25}\n')
+    saved = {"step": 2, "model": {}, "optimizer": {}, "rng": torch.get_rng_state(), "reward_before_P": [0.5]}
+    torch.save(saved, folder / "checkpoint.pt")
+    return folder
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("way", ["--output", "--resume"])
+def test_a_run_whose_engines_do_not_start_leaves_the_folder_as_it_was(main, finished, tiny_llama, monkeypatch, way):
+    def refuse(*_arguments):
+        raise EngineStartError(0, "no memory")
+
+    monkeypatch.setattr(grpo_sync.AsyncVLLM, "launch", refuse)
+    before = contents(finished)
+    more = [*SMALL, "--model", str(tiny_llama)] if way == "--output" else ["--set", "num_replicas=2"]
+    code, message, _ = main(way, str(finished), *more)
+    assert (code, message) == (1, "error: replica 0 did not start: no memory")
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("way", ["--output", "--resume"])
+def test_a_setting_that_is_refused_leaves_the_folder_as_it_was(main, finished, way):
+    before = contents(finished)
+    code, message, _ = main(way, str(finished), "--set", "num_replicas=0")
+    assert (code, message) == (1, "error: num_replicas must be an integer of at least 1, got 0")
+    assert contents(finished) == before
+
+
+def test_a_folder_without_a_checkpoint_has_nothing_to_resume(main, tmp_path):
+    code, message, num_lines = main("--resume", str(tmp_path))
+    assert (code, num_lines) == (1, 1)
+    assert message.startswith(f"error: there is nothing to resume in '{tmp_path}': it has no checkpoint.pt")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"garbage", lambda raw: b""])
+def test_a_damaged_checkpoint_is_called_damaged(main, finished, damage):
+    path = finished / "checkpoint.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    code, message, num_lines = main("--resume", str(finished))
+    assert (code, num_lines) == (1, 1)
+    assert message == f"error: the checkpoint {path} is damaged: start again without --resume"
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "rew', '{"step": 3, "rew\n', '{"step": 3, "reward": 0.0}'])
+def test_a_resumed_report_keeps_the_whole_lines_up_to_its_checkpoint(finished, torn):
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    with RunReport(build_config({"output": str(finished)}), first_step=2) as report:
+        assert [line["step"] for line in report.read_metrics()] == [1, 2]
+        report.metrics(3, {"reward": 1.0, "logprob_mismatch": None, "seconds_refit": 0.1})
+        assert [line["step"] for line in report.read_metrics()] == [1, 2, 3]
+
+
+def test_a_fresh_report_clears_the_lines_of_the_run_before(finished):
+    with RunReport(build_config({"output": str(finished)}), first_step=0) as report:
+        assert report.read_metrics() == []
+    assert (finished / "rollouts.jsonl").read_text() == ""
+    assert not (finished / "tensorboard" / "events.out.tfevents.1").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    main, tmp_path, tiny_llama, monkeypatch
+):
+    monkeypatch.setattr(grpo_sync, "load_model", lambda *_arguments: pytest.fail("the model was loaded"))
+    (tmp_path / "file").write_text("not a folder")
+    output = tmp_path / "file" / "run"
+    code, message, num_lines = main(*SMALL, "--model", str(tiny_llama), "--output", str(output))
+    assert (code, num_lines) == (1, 1)
+    assert message == f"error: cannot write to output='{output}' (Not a directory): name another folder"
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_an_unforeseen_failure_is_one_sentence_that_names_its_own_traceback(main, tmp_path, monkeypatch, writable):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if writable else tmp_path / "missing"))
+    monkeypatch.setattr(grpo_sync, "train", lambda _command: 1 / 0)
+    messages = [main("--config", "quickstart") for _ in range(2)]
+    for code, message, num_lines in messages:
+        assert (code, num_lines) == (1, 1)
+        assert message.startswith("error: ZeroDivisionError: division by zero (")
+    files = list(tmp_path.glob("grpo_sync_*.txt"))
+    if writable:
+        assert len(files) == 2
+        assert {message.rpartition(" ")[2].rstrip(")") for _, message, _ in messages} == {str(file) for file in files}
+        assert all("Traceback" in file.read_text() for file in files)
+    else:
+        assert "the traceback could not be written" in messages[0][1]
 
 
 def test_the_program_itself_exits_with_1_and_no_traceback(tmp_path):
