@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm import SamplingParams, TokensPrompt
 
-from rl_vllm import AsyncVLLM, SamplingConfig
+from rl_vllm import AsyncVLLM, SamplingConfig, VLLMWeightSyncScheme
 from rl_vllm.errors import BadPromptError, ConfigError, DeadlineError
 from rl_vllm.types import BadPrompt, FinishReason, PromptBatch
 from tests.integration.conftest import MAX_MODEL_LEN
@@ -23,6 +23,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 PROMPTS = [[7, 3, 300, 41, 9, 120, 77, 8][: 3 + row % 6] for row in range(16)]
 TOLERANCE_NATS = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint_weights(service: AsyncVLLM, tiny_qwen3_tied: Path) -> None:
+    """The weights of the checkpoint, also after tests that refitted the shared service."""
+    if service.weight_version > 0:
+        scheme = VLLMWeightSyncScheme(transport="shared_storage", service=service)
+        scheme.create_sender().update_weights(load_trainer(tiny_qwen3_tied))
+        scheme.shutdown()
 
 
 def wait_until_idle(service: AsyncVLLM, within_s: float) -> None:
@@ -58,8 +67,6 @@ def test_both_replicas_share_a_batch(service: AsyncVLLM) -> None:
 def test_logprobs_under_temperature_are_those_of_the_tempered_distribution(
     service: AsyncVLLM, tiny_qwen3_tied: Path
 ) -> None:
-    if service.weight_version != 0:
-        pytest.fail("must run before the refits of this folder, which change the weights")
     model = load_trainer(tiny_qwen3_tied)
     batch = service.generate_batch(
         PromptBatch.from_rows(PROMPTS[:4]), SamplingConfig(max_tokens=12, temperature=0.6, ignore_eos=True, seed=5)
