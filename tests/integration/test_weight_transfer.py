@@ -22,6 +22,7 @@ from rl_vllm.testing.models import build_tiny_model
 from rl_vllm.types import InFlight, KVCache, WeightUpdate
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import ModuleSource
+from tests.integration.truth import response_logprobs, train_a_bit
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -106,24 +107,9 @@ async def sample(
     return ids, logprobs, versions
 
 
-def trainer_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + ids])).logits[0]
-    scores = torch.log_softmax(logits, dim=-1)[len(PROMPT) - 1 : -1]
-    return scores.gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
 async def worst_error(engine: Any, model: PreTrainedModel, request_id: str) -> float:
     ids, logprobs, _ = await sample(engine, request_id)
-    return float((torch.tensor(logprobs) - trainer_logprobs(model, ids)).abs().max())
-
-
-def train_a_bit(model: PreTrainedModel, seed: int) -> None:
-    """Move every weight far enough that an old one left behind costs more than the tolerance."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return float((torch.tensor(logprobs) - response_logprobs(model, PROMPT, ids)).abs().max())
 
 
 def flip_a_bit(update: WeightUpdate) -> None:
@@ -237,7 +223,7 @@ async def test_every_token_is_explained_by_the_version_on_its_label_and_failures
         for ids, logprobs, versions in results:
             for version, trainer in models.items():
                 mine = torch.tensor(versions) == version
-                difference = (torch.tensor(logprobs) - trainer_logprobs(trainer, ids))[mine].abs()
+                difference = (torch.tensor(logprobs) - response_logprobs(trainer, PROMPT, ids))[mine].abs()
                 assert difference.numel() == 0 or float(difference.max()) < TOLERANCE_NATS
         assert any(len(set(versions)) == 2 for _, _, versions in results)
 
