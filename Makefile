@@ -23,7 +23,7 @@ STAMPS := $(VENV)/stamps
 STAMP = echo $$SECONDS > $@
 SETUP_SECONDS = $$(( $$(cat $(STAMPS)/* | tr '\n' '+') 0 ))
 
-.PHONY: setup quickstart test test-full check docs bench format lock clean help
+.PHONY: setup quickstart test test-full test-failed check lint docs bench format lock clean help
 
 setup: $(STAMPS)/4-package ## Make .venv and install everything into it (under 8 minutes).
 	@echo "$(VENV) is ready; setting it up took $(SETUP_SECONDS) s"
@@ -37,11 +37,16 @@ test: setup ## Run the tests (under 20 minutes).
 test-full: setup ## Run the tests and those marked slow.
 	$(PYTEST)
 
-check: setup ## Check format, lint, types and house rules, and run the unit tests (under 2 minutes).
+test-failed: setup ## Run again, alone, the tests that failed last time; fails when there were none.
+	$(PYTEST) --last-failed --last-failed-no-failures none
+
+check: lint ## Check format, lint, types and house rules, and run the tests without engines (under 3 minutes).
+	$(PYTEST) -q -m "not slow and not engine" tests/house tests/unit tests/contract
+
+lint: setup ## Check format, lint and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow and not engine" tests/house tests/unit
 
 docs: setup ## Build the documentation into docs/_build/html.
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -1,147 +1,145 @@
-"""Tokens per second of raw vLLM, of the service and of the policy, in one run with alternating repeats.
+"""What a rollout costs over the bare engine: tokens per second of several ways to generate one batch.
 
     python benchmarks/overhead.py --json outputs/overhead.json
 
-All three generate the same batch on the same kind of engine with one core; the ratios are medians over rounds.
+One run; the ways take turns, each round beginning with another; figures are medians over rounds, and ratios are medians
+of each round's ratio. On the tiny model, 10,000 tokens per second and more, every microsecond beside the engine shows;
+on SmolLM2-135M nearly all time is the engine's. See ``overhead_paths.py`` for what is held equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-NUM_PROMPTS = 256
-PROMPT_TOKENS = 16
-RESPONSE_TOKENS = 64
+import overhead_paths as paths
+
 # A vLLM worker spins for a second after its last work; the next path must not share its core with that.
 SETTLE_S = 1.5
+PROMPT_TOKENS = 16
+BUILDERS = {"raw": paths.raw, "in-process": paths.in_process, "ours": paths.ours, "torchrl": paths.torchrl}
+PLANS = {"tiny": ("raw", "in-process", "ours", "torchrl"), "smollm2": ("raw", "ours")}
+# Ratios are given to these.
+BASES = ("raw", "AsyncLLM")
+Builder = Callable[[paths.Batch], dict[str, paths.Path]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", help="path or hub id; default: a tiny random model")
+    parser.add_argument("--models", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--paths", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="leave the others out")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options.model or build_model(Path(folder)), options.rounds)
-    print_table(figures)
+    paths.set_environment()
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder, started_ray():
+        for name in options.models:
+            chosen = [BUILDERS[path] for path in PLANS[name] if path in options.paths]
+            figures[name] = measure(batch_for(name, Path(folder)), chosen, options.rounds)
+            print_table(name, figures[name])
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def build_model(folder: Path) -> str:
-    from rl_vllm.testing.models import build_tiny_model
+def batch_for(name: str, folder: Path) -> paths.Batch:
+    from rl_vllm.testing.models import build_tiny_model, smollm2_checkpoint
 
-    return str(build_tiny_model(folder / "tiny"))
+    if name == "tiny":
+        return random_batch(str(build_tiny_model(folder / "tiny")), num_prompts=256, response_tokens=64)
+    return random_batch(str(smollm2_checkpoint()), num_prompts=32, response_tokens=32)
 
 
-def measure(model: str, rounds: int) -> dict[str, object]:
-    """Median tokens per second of each path and the median ratios to raw vLLM."""
-    runs, close = build_runs(model)
+def random_batch(model: str, *, num_prompts: int, response_tokens: int) -> paths.Batch:
+    import torch
+
+    prompts = torch.randint(3, 200, (num_prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    return paths.Batch(model, prompts.tolist(), response_tokens)
+
+
+@contextlib.contextmanager
+def started_ray() -> Iterator[None]:
+    import ray
+
+    paths.start_ray()
     try:
-        return compare(runs, rounds)
+        yield
     finally:
-        close()
+        ray.shutdown()
 
 
-def compare(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, object]:
-    """Run the paths in turn, after one run of each that does not count."""
+def measure(batch: paths.Batch, builders: list[Builder], rounds: int) -> dict[str, object]:
+    """Figures of every path that starts; the others' reasons."""
+    ways: dict[str, paths.Path] = {}
+    absent: dict[str, str] = {}
+    try:
+        for build in builders:
+            try:
+                ways |= warmed_up(build(batch))
+            except Exception as error:
+                if build is not paths.torchrl:
+                    raise
+                absent["TorchRL"] = f"did not start: {error}"
+        return {**compare({name: way.run for name, way in ways.items()}, rounds, batch), "absent": absent}
+    finally:
+        for way in ways.values():
+            way.close()
+
+
+def warmed_up(ways: dict[str, paths.Path]) -> dict[str, paths.Path]:
+    """Each after one run that does not count."""
+    for way in ways.values():
+        way.run()
+    return ways
+
+
+def compare(runs: dict[str, Callable[[], int]], rounds: int, batch: paths.Batch) -> dict[str, object]:
+    """Run the paths in turn."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
+    names = list(runs)
     for round_index in range(rounds):
         # Start each round with another path, so that a drift of the machine favours none.
-        names = list(runs)
-        order = names[round_index % len(names) :] + names[: round_index % len(names)]
-        for name in order:
+        start = round_index % len(names)
+        for name in names[start:] + names[:start]:
             time.sleep(SETTLE_S)
             started = time.perf_counter()
             tokens = runs[name]()
             samples[name].append(tokens / (time.perf_counter() - started))
-    ratios = {
-        name: statistics.median(ours / raw for ours, raw in zip(samples[name], samples["raw"], strict=True))
-        for name in runs
-    }
+            if tokens != len(batch.prompts) * batch.response_tokens:
+                raise SystemExit(f"{name} returned {tokens} tokens")
     return {
-        "batch": f"{NUM_PROMPTS} prompts x {RESPONSE_TOKENS} tokens",
+        "batch": f"{len(batch.prompts)} prompts x {batch.response_tokens} tokens",
         "rounds": rounds,
         "tokens_per_s": {name: statistics.median(values) for name, values in samples.items()},
-        "ratio_to_raw": ratios,
+        **{f"ratio_to_{base}": ratios(samples, base) for base in BASES if base in samples},
+        "samples": samples,
     }
 
 
-def build_runs(model: str) -> tuple[dict[str, Callable[[], int]], Callable[[], None]]:
-    """The three paths, each a call that makes the batch and returns how many tokens came; and a call that ends them."""
-    import torch
-    from tensordict import TensorDict
-    from torchrl.modules.llm.policies import Tokens
-
-    from rl_vllm import AsyncVLLM, EngineConfig, SamplingConfig, VLLMPolicy
-    from rl_vllm.types import PromptBatch
-
-    raw_engine, raw_params = build_raw(model)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 200, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator)
-    rows = prompts.tolist()
-    service = AsyncVLLM.launch(
-        EngineConfig(
-            model=model, dtype="float32", max_model_len=256, enable_prefix_caching=False, cpu_kv_cache_gib=0.25
-        )
-    )
-    sampling = SamplingConfig(max_tokens=RESPONSE_TOKENS, ignore_eos=True)
-    policy = VLLMPolicy(service, input_mode="tokens", sampling=sampling)
-    inputs = TensorDict(
-        {"tokens": Tokens(prompt=prompts, padded=True, batch_size=[NUM_PROMPTS])}, batch_size=[NUM_PROMPTS]
-    )
-
-    def raw() -> int:
-        outputs = raw_engine.generate([{"prompt_token_ids": row} for row in rows], raw_params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    def through_service() -> int:
-        return len(service.generate_batch(PromptBatch.from_rows(rows), sampling).tokens_T)
-
-    def through_policy() -> int:
-        return int(policy(inputs.copy())["completion", "response_length"].sum())
-
-    def close() -> None:
-        service.shutdown()
-        raw_engine.llm_engine.engine_core.shutdown()
-
-    return {"raw": raw, "service": through_service, "policy": through_policy}, close
+def ratios(samples: dict[str, list[float]], base: str) -> dict[str, float]:
+    """Median over rounds of each path's rate by that of ``base`` in the same round."""
+    return {
+        name: statistics.median(one / other for one, other in zip(values, samples[base], strict=True))
+        for name, values in samples.items()
+    }
 
 
-def build_raw(model: str):
-    """A plain ``vllm.LLM`` on core 0, asked for what the service asks for: ids and logprobs, no text."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=2**28,
-        logprobs_mode="processed_logprobs",
-    )
-    params = SamplingParams(max_tokens=RESPONSE_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
-    return engine, params
-
-
-def print_table(figures: dict[str, object]) -> None:
-    print(f"{figures['batch']}, medians of {figures['rounds']} rounds")
-    print(f"{'path':<10}{'tokens/s':>12}{'ratio to raw':>16}")
-    for name, rate in figures["tokens_per_s"].items():
-        print(f"{name:<10}{rate:>12.0f}{figures['ratio_to_raw'][name]:>16.2f}")
+def print_table(name: str, figures: dict[str, object]) -> None:
+    bases = [base for base in BASES if f"ratio_to_{base}" in figures]
+    print(f"\n{name}: {figures['batch']}, medians of {figures['rounds']} rounds")
+    print(f"{'path':<22}{'tokens/s':>12}" + "".join(f"{'of ' + base:>14}" for base in bases))
+    for way, rate in figures["tokens_per_s"].items():
+        cells = "".join(f"{figures[f'ratio_to_{base}'][way]:>14.3f}" for base in bases)
+        print(f"{way:<22}{rate:>12,.0f}{cells}")
+    for way, reason in figures["absent"].items():
+        print(f"{way:<22}{reason}")
 
 
 if __name__ == "__main__":

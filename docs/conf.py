@@ -42,7 +42,18 @@ napoleon_use_ivar = True
 # A reference that leads nowhere is an error when it is one of ours; other projects' pages are not looked up.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!rl_vllm\.).*")]
-nitpick_ignore = [("py:class", "rl_vllm.service.outputs.LogprobRows")]
+nitpick_ignore = [
+    ("py:class", name)
+    for name in (
+        "rl_vllm.service.outputs.LogprobRows",
+        # What the service builds its own parts from.
+        "rl_vllm.service.core.Core",
+        "rl_vllm.service.jobs.GenerateJob",
+        "rl_vllm.service.pieces.PieceReader",
+        "rl_vllm.service.replicas.Replica",
+        "rl_vllm.service.requests.LiveRequest",
+    )
+]
 
 html_theme = "furo"
 html_title = f"rl_vllm {release}"

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rl_vllm.async_vllm import AsyncVLLM, make_async_vllm_engine
     from rl_vllm.config import EngineConfig, RefitConfig, ServiceConfig
     from rl_vllm.policy import VLLMPolicy
-    from rl_vllm.service import AsyncVLLM, make_async_vllm_engine
     from rl_vllm.types import RefitReceipt, SamplingConfig
     from rl_vllm.weights import VLLMWeightSyncScheme
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncVLLM": "rl_vllm.service",
+    "AsyncVLLM": "rl_vllm.async_vllm",
     "EngineConfig": "rl_vllm.config",
     "RefitConfig": "rl_vllm.config",
     "RefitReceipt": "rl_vllm.types",
@@ -39,7 +39,7 @@ _HOMES = {
     "ServiceConfig": "rl_vllm.config",
     "VLLMPolicy": "rl_vllm.policy",
     "VLLMWeightSyncScheme": "rl_vllm.weights",
-    "make_async_vllm_engine": "rl_vllm.service",
+    "make_async_vllm_engine": "rl_vllm.async_vllm",
 }
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_vllm.errors import ConfigError
-from rl_vllm.types import InFlight, KVCache
+from rl_vllm.types import InFlight, KVCache, Overload
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
+ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -62,6 +63,7 @@ class EngineConfig:
         gpu_memory_utilization: Fraction of a GPU's memory; None means vLLM's default.
         cpu_kv_cache_gib: KV cache per CPU replica, in GiB.
         cpu_cores: Cores per CPU worker.
+        prometheus: Keep vLLM's own Prometheus metrics; they cost some of the front end's time for every token.
         engine_kwargs: Further fields of vLLM's ``AsyncEngineArgs``, checked when the engine is built.
     """
 
@@ -81,6 +83,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     cpu_kv_cache_gib: float = 1.0
     cpu_cores: int = 1
+    prometheus: bool = False
     engine_kwargs: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,12 +110,78 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """Which replica answers which prompt.
+
+    Attributes:
+        strategy: Names from ``ROUTING_STRATEGIES``, tried in order: one that has no opinion leaves it to the next.
+        prefix_length: Longest prefix that is looked at, in tokens (characters for text), in whole blocks of KV.
+        overload_threshold: A replica is overloaded when it has more than this many times the mean of the outstanding
+            tokens; prefix and session affinity then give way. Above 1.
+        max_prefixes: Prefixes that are remembered, some ten for each prompt; the least recently used are dropped.
+        max_sessions: Sessions that are remembered, likewise.
+    """
+
+    strategy: tuple[str, ...] = ("prefix-aware", "requests")
+    prefix_length: int = 1024
+    overload_threshold: float = 1.5
+    max_prefixes: int = 262_144
+    max_sessions: int = 65_536
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, tuple) or not self.strategy:
+            raise ConfigError(f"strategy must be a tuple of one or more names, got {self.strategy!r}")
+        for name in self.strategy:
+            require_choice("strategy", name, ROUTING_STRATEGIES)
+        require_at_least("prefix_length", self.prefix_length, 1)
+        require_above_zero("overload_threshold", self.overload_threshold)
+        if self.overload_threshold <= 1:
+            raise ConfigError(f"overload_threshold must be above 1, got {self.overload_threshold}")
+        require_at_least("max_prefixes", self.max_prefixes, 4)
+        require_at_least("max_sessions", self.max_sessions, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """When a replica counts as dead, and what follows.
+
+    Attributes:
+        heartbeat_period_s: Seconds between two health checks of a replica.
+        heartbeat_timeout_s: A replica that does not answer a check within this time has failed it. It must be longer
+            than the engine's longest step.
+        max_failures: Failed checks in a row that make a replica dead; fewer make it suspect, and it goes on serving.
+        max_restarts: Restarts of one replica in its life; beyond them it is retired.
+        restart_pause_s: Wait before the second restart; doubled for each further one.
+        min_serving: Below this many serving or restarting replicas every call raises.
+    """
+
+    heartbeat_period_s: float = 2.0
+    heartbeat_timeout_s: float = 60.0
+    max_failures: int = 3
+    max_restarts: int = 5
+    restart_pause_s: float = 1.0
+    min_serving: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_period_s", "heartbeat_timeout_s", "restart_pause_s"):
+            require_above_zero(name, getattr(self, name))
+        require_at_least("max_failures", self.max_failures, 1)
+        require_at_least("max_restarts", self.max_restarts, 0)
+        require_at_least("min_serving", self.min_serving, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """All replicas.
 
     Attributes:
         engine: What every replica runs.
         num_replicas: How many.
+        routing: Which replica answers which prompt.
+        health: When a replica counts as dead, and what follows.
+        max_outstanding_requests: Prompts that all callers together may have outstanding; None means no bound.
+        on_overload: What happens to prompts beyond it: their callers wait, or get ``ServiceOverloadedError``.
+        metrics_period_s: Seconds between two samples of every engine's metrics; None means none are taken.
         launch_timeout_s: Limit for all replicas to be ready; None means :func:`start_timeout_s`.
         request_timeout_s: Limit for one ``generate`` call, in seconds, unless the call sets its own.
         rpc_timeout_s: Limit for every other call to a replica, in seconds.
@@ -121,6 +190,11 @@ class ServiceConfig:
 
     engine: EngineConfig
     num_replicas: int = 1
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    max_outstanding_requests: int | None = 65_536
+    on_overload: Overload = Overload.WAIT
+    metrics_period_s: float | None = 0.5
     launch_timeout_s: float | None = None
     request_timeout_s: float = 3600.0
     rpc_timeout_s: float = 60.0
@@ -128,10 +202,16 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         require_at_least("num_replicas", self.num_replicas, 1)
+        require_member("on_overload", self.on_overload, Overload)
+        if self.max_outstanding_requests is not None:
+            require_at_least("max_outstanding_requests", self.max_outstanding_requests, 1)
         for name in ("request_timeout_s", "rpc_timeout_s", "shutdown_timeout_s"):
             require_above_zero(name, getattr(self, name))
-        if self.launch_timeout_s is not None:
-            require_above_zero("launch_timeout_s", self.launch_timeout_s)
+        for name in ("launch_timeout_s", "metrics_period_s"):
+            if getattr(self, name) is not None:
+                require_above_zero(name, getattr(self, name))
+        if self.health.min_serving > self.num_replicas:
+            raise ConfigError(f"min_serving={self.health.min_serving} is above num_replicas={self.num_replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,99 @@ class ServiceNotRunningError(RLVLLMError, RuntimeError):
         )
 
 
+class ServiceOverloadedError(RLVLLMError, RuntimeError):
+    """The service holds as many requests as it may, and was configured to refuse more.
+
+    Attributes:
+        outstanding: Requests it holds.
+        limit: The bound.
+        asked: Requests that were to be added.
+    """
+
+    def __init__(self, outstanding: int, limit: int, asked: int) -> None:
+        super().__init__(outstanding, limit, asked)
+        self.outstanding = outstanding
+        self.limit = limit
+        self.asked = asked
+
+    def message(self) -> str:
+        return (
+            f"{self.outstanding} of at most {self.limit} requests are outstanding and {self.asked} more were given: "
+            "send them later, raise max_outstanding_requests, or set on_overload=Overload.WAIT"
+        )
+
+
+class ServiceAsleepError(RLVLLMError, RuntimeError):
+    """The service cannot generate: its engines sleep, or have woken without weights.
+
+    Attributes:
+        call: The method that was called.
+        remedy: What to do first.
+    """
+
+    def __init__(self, call: str, remedy: str) -> None:
+        super().__init__(call, remedy)
+        self.call = call
+        self.remedy = remedy
+
+    def message(self) -> str:
+        return f"{self.call} needs engines that are awake and have weights: {self.remedy}"
+
+
+class ReplicaIndexError(RLVLLMError, IndexError):
+    """No replica has this index.
+
+    Attributes:
+        index: What was given.
+        known: The indices there are.
+    """
+
+    def __init__(self, index: object, known: tuple[int, ...]) -> None:
+        super().__init__(index, known)
+        self.index = index
+        self.known = known
+
+    def message(self) -> str:
+        return f"no replica has the index {self.index!r}: give one of {list(self.known)}, or None for all"
+
+
+class UnknownRequestError(RLVLLMError, LookupError):
+    """No request of this id is known.
+
+    Attributes:
+        request_id: What was given.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def message(self) -> str:
+        return f"no request {self.request_id!r} is known: it was never added, or has been forgotten since it ended"
+
+
+class ReplicaCallError(RLVLLMError, RuntimeError):
+    """A call to all replicas failed on some of them.
+
+    Attributes:
+        call: The method that was called.
+        failures: ``(replica, reason)`` for each that failed; the others have done it.
+    """
+
+    def __init__(self, call: str, failures: tuple[tuple[int, str], ...]) -> None:
+        super().__init__(call, failures)
+        self.call = call
+        self.failures = failures
+
+    def message(self) -> str:
+        each = "; ".join(f"replica {replica}: {reason}" for replica, reason in self.failures)
+        return f"{self.call} failed on {len(self.failures)} replicas: {each}"
+
+
+class UnsupportedByEngineError(RLVLLMError, RuntimeError):
+    """The engine cannot do what was asked, whatever its health: the model, the build or a setting does not allow it."""
+
+
 class NotEnoughResourcesError(RLVLLMError, RuntimeError):
     """The Ray cluster cannot hold what was asked for.
 
@@ -127,7 +220,7 @@ class EngineDiedError(RLVLLMError, RuntimeError):
 
 
 class NoReplicaServesError(EngineDiedError):
-    """No replica can take requests: each of them died, or a refit failed on it.
+    """Fewer replicas can take requests than the floor, and none is on its way: each died, or a refit failed on it.
 
     Attributes:
         replica: Index of the first one.

@@ -22,9 +22,10 @@ LEFTOVERS_END_WITHIN_S = 20.0
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail the session when an engine, a Ray process or a shared-memory file of it remains."""
+    """Fail the session when an engine, a Ray process, a shared-memory file or a listening port of it remains."""
     snapshot = Snapshot.take()
-    yield
+    with snapshot.watching():
+        yield
     leftovers = snapshot.leftovers(within_s=LEFTOVERS_END_WITHIN_S)
     assert not leftovers, "the tests left behind:\n" + "\n".join(leftovers)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rl_vllm.config import EngineConfig
@@ -15,9 +17,12 @@ from rl_vllm.errors import EngineStartError, RLVLLMError
 from rl_vllm.types import (
     CommitReport,
     CompletionBatch,
+    EmbeddingBatch,
+    EmbeddingRequest,
     EngineMetrics,
     InFlight,
     KVCache,
+    LoRAAdapter,
     ModelInfo,
     RequestBatch,
     TensorSpec,
@@ -91,8 +96,19 @@ class EngineActor:
         return await self._running.model_info()
 
     async def stream(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
-        async for chunk in self._running.stream(batch):
-            yield chunk
+        async with aclosing(self._running.stream(batch)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def stream_pieces(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
+        async with aclosing(self._running.stream_pieces(batch)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def embed(self, request: EmbeddingRequest) -> AsyncGenerator[EmbeddingBatch, None]:
+        async with aclosing(self._running.embed(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def abort(self, numbers: Sequence[int]) -> None:
         await self._running.abort(numbers)
@@ -100,8 +116,18 @@ class EngineActor:
     async def metrics(self) -> EngineMetrics:
         return await self._running.metrics()
 
+    async def prometheus(self) -> str:
+        return await self._running.prometheus()
+
     async def check_health(self) -> None:
         await self._running.check_health()
+
+    async def engine_config(self) -> object:
+        return await self._running.engine_config()
+
+    async def pickled_engine_config(self) -> bytes:
+        """For the driver, which unpickles it where that may take seconds."""
+        return pickle.dumps(await self._running.engine_config())
 
     async def weight_specs(self) -> tuple[TensorSpec, ...]:
         return await self._running.weight_specs()
@@ -114,6 +140,36 @@ class EngineActor:
 
     async def reset_prefix_cache(self) -> bool:
         return await self._running.reset_prefix_cache()
+
+    async def reset_mm_cache(self) -> None:
+        await self._running.reset_mm_cache()
+
+    async def add_lora(self, adapter: LoRAAdapter) -> None:
+        await self._running.add_lora(adapter)
+
+    async def remove_lora(self, name: str) -> bool:
+        return await self._running.remove_lora(name)
+
+    async def list_loras(self) -> tuple[LoRAAdapter, ...]:
+        return await self._running.list_loras()
+
+    async def pin_lora(self, name: str) -> None:
+        await self._running.pin_lora(name)
+
+    async def sleep(self, level: int) -> None:
+        await self._running.sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...] | None) -> None:
+        await self._running.wake_up(tags)
+
+    async def is_sleeping(self) -> bool:
+        return await self._running.is_sleeping()
+
+    async def start_profile(self) -> None:
+        await self._running.start_profile()
+
+    async def stop_profile(self) -> None:
+        await self._running.stop_profile()
 
     async def collective_rpc(
         self, method: str, *, timeout_s: float, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None

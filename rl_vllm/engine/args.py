@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from vllm.config import WeightTransferConfig
+from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from rl_vllm.config import EngineConfig
@@ -54,11 +54,15 @@ def build_engine_args(config: EngineConfig, *, replica: int, on_cpu: bool) -> As
     values["weight_transfer_config"] = WeightTransferConfig(backend=BACKEND)
     values["worker_extension_cls"] = EXTENSION
     values.setdefault("enforce_eager", on_cpu)
+    # vLLM's periodic log lines and their cost are for those who ask: engine_kwargs={"disable_log_stats": False}.
+    values["disable_log_stats"] = True
     if on_cpu:
         values["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
     for name, value in config.engine_kwargs.items():
         check_engine_kwarg(name)
         values[name] = value
+    if isinstance(values.get("profiler_config"), dict):
+        values["profiler_config"] = ProfilerConfig(**values["profiler_config"])
     if config.enable_fp32_output:
         values["hf_overrides"] = _with_fp32_head(values.get("hf_overrides", {}))
     return AsyncEngineArgs(**values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from vllm.logprobs import FlatLogprobs
@@ -12,21 +12,32 @@ from rl_vllm.errors import MissingLogprobError
 from rl_vllm.types import CompletionBatch, FinishReason, RequestFailure, pack_rows
 
 
-def to_columns(finished: Sequence[tuple[int, RequestOutput]], failures: Sequence[RequestFailure]) -> CompletionBatch:
-    """Columns of finished requests.
+def to_columns(
+    made: Sequence[tuple[int, RequestOutput]],
+    failures: Sequence[RequestFailure],
+    *,
+    begins: Mapping[tuple[int, int], int] | None = None,
+) -> CompletionBatch:
+    """Columns of finished requests, or of pieces.
 
     Args:
-        finished: Request numbers with vLLM's final outputs, all ``n`` samples in each.
+        made: Request numbers with vLLM's final outputs, all ``n`` samples in each; or with pieces.
         failures: Requests without an answer.
+        begins: For pieces: how many tokens each sample, by request and index, had before its piece.
 
     A request with an unusable logprob becomes a failure of its own; the others are unharmed.
     """
+    # Without a reason a piece is not the last one, and a whole response was cut short from outside.
+    no_reason = FinishReason.ABORT if begins is None else FinishReason.UNFINISHED
+    begins = {} if begins is None else begins
     kept: list[tuple[int, RequestOutput]] = []
     lost = list(failures)
     logprob_rows: list[list[float]] = []
-    for number, output in finished:
+    for number, output in made:
         try:
-            rows = [_sampled_logprobs(number, sample) for sample in output.outputs]
+            rows = [
+                _sampled_logprobs(number, sample, begins.get((number, sample.index), 0)) for sample in output.outputs
+            ]
         except MissingLogprobError as error:
             lost.append(RequestFailure(number, str(error)))
             continue
@@ -42,7 +53,7 @@ def to_columns(finished: Sequence[tuple[int, RequestOutput]], failures: Sequence
         tokens_T=tokens,
         logprobs_T=np.array(logprobs, np.float32),
         versions_T=_versions([sample for _, _, sample in samples], len(tokens)),
-        finish_N=np.array([_finish(sample) for _, _, sample in samples], np.int8),
+        finish_N=np.array([_finish(sample, no_reason) for _, _, sample in samples], np.int8),
         stops_N=tuple(sample.stop_reason for _, _, sample in samples),
         cached_N=np.array([output.num_cached_tokens or 0 for _, output, _ in samples], np.int32),
         failures=tuple(lost),
@@ -51,15 +62,15 @@ def to_columns(finished: Sequence[tuple[int, RequestOutput]], failures: Sequence
     )
 
 
-def _sampled_logprobs(number: int, sample: CompletionOutput) -> list[float]:
-    """Logprob of every sampled token: the first entry of each position."""
+def _sampled_logprobs(number: int, sample: CompletionOutput, begin: int) -> list[float]:
+    """Logprob of every sampled token: the first entry of each position; ``begin`` tokens came before them."""
     flat = sample.logprobs
     length = len(sample.token_ids)
     if length == 0:
         return []
     if not isinstance(flat, FlatLogprobs) or len(flat) < length:
         have = 0 if flat is None else len(flat)
-        raise MissingLogprobError(number, have, "missing", _version_at(sample, have))
+        raise MissingLogprobError(number, begin + have, "missing", _version_at(sample, have))
     starts = flat.start_indices
     one_each = len(flat.logprobs) == len(starts)
     values = flat.logprobs if one_each else [flat.logprobs[start] for start in starts]
@@ -67,7 +78,7 @@ def _sampled_logprobs(number: int, sample: CompletionOutput) -> list[float]:
     values = values[:length]
     if not np.isfinite(sum(values)):
         position = next(i for i, value in enumerate(values) if not np.isfinite(value))
-        raise MissingLogprobError(number, position, str(values[position]), _version_at(sample, position))
+        raise MissingLogprobError(number, begin + position, str(values[position]), _version_at(sample, position))
     return values
 
 
@@ -91,9 +102,8 @@ def _versions(samples: Sequence[CompletionOutput], num_tokens: int) -> np.ndarra
     return columns
 
 
-def _finish(sample: CompletionOutput) -> int:
-    # No reason yet means that the request was cut short from outside.
-    return FinishReason.ABORT if sample.finish_reason is None else FinishReason.from_label(sample.finish_reason)
+def _finish(sample: CompletionOutput, no_reason: FinishReason) -> int:
+    return no_reason if sample.finish_reason is None else FinishReason.from_label(sample.finish_reason)
 
 
 def _top_logprobs(samples: Sequence[CompletionOutput]) -> tuple[tuple[dict[int, float], ...], ...] | None:

@@ -34,8 +34,12 @@ _SHARED = (
 _OURS = {"logprobs", "flat_logprobs", "detokenize", "output_kind", "stop", "stop_token_ids", "skip_clone"}
 
 
-def to_vllm(sampling: SamplingConfig) -> SamplingParams:
-    """Settings of one request: final output only, flat logprobs, text made only where a stop string needs it.
+def to_vllm(sampling: SamplingConfig, *, pieces: bool = False) -> SamplingParams:
+    """Settings of one request: flat logprobs, text made only where a stop string needs it.
+
+    Args:
+        sampling: Ours.
+        pieces: Outputs are wanted as tokens come, each with all tokens so far; otherwise the final one only.
 
     Raises:
         ConfigError: ``sampling.extra`` names a field vLLM does not have, or vLLM refuses a value.
@@ -53,7 +57,7 @@ def to_vllm(sampling: SamplingConfig) -> SamplingParams:
             logprobs=sampling.logprobs,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if pieces else RequestOutputKind.FINAL_ONLY,
         )
     except (VLLMError, ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses these sampling settings: {error}") from error

@@ -7,10 +7,13 @@ import os
 import signal
 import sys
 
+from rl_vllm.engine.segment_names import name_after
+
 BACKEND = "rl_vllm"
 
-# Set by the actor that owns an engine.
+# Set by whoever owns an engine: its pid, and its thread when the engine is one of several things in a program.
 DIE_WITH_PARENT = "RL_VLLM_DIE_WITH_PARENT"
+OWNER_THREAD = "RL_VLLM_OWNER_THREAD"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,8 +29,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "rl_vllm.engine.transfer", "RefitTransferEngine")
 
     if DIE_WITH_PARENT in os.environ and _is_engine_process():
+        thread = os.environ.get(OWNER_THREAD)
+        name_after(int(os.environ[DIE_WITH_PARENT]), None if thread is None else int(thread))
         _die_with_parent()
-        _make_seeds_safe()
+        _correct_cpu_build()
 
 
 def _is_engine_process() -> bool:
@@ -45,10 +50,11 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _make_seeds_safe() -> None:
+def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from rl_vllm.engine import cpu_seeds
+        from rl_vllm.engine import cpu_lora, cpu_seeds
 
         cpu_seeds.install()
+        cpu_lora.install()

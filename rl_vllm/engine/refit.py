@@ -26,6 +26,13 @@ async def stage_weights(llm: AsyncLLM, update: WeightUpdate, *, timeout_s: float
         RefitError: A worker cannot use it, with the worker's reason; the engine keeps its weights.
         DeadlineError: ``timeout_s`` passed; what was staged is dropped.
     """
+    copies = llm.vllm_config.parallel_config.data_parallel_size
+    if copies > 1:
+        # It answers a call to its workers with those of the first copy: the others could fail unseen.
+        reason = (
+            f"with data_parallel_size={copies} vLLM does not say what became of each copy: use num_replicas instead"
+        )
+        raise RefitError(update.version, "stage", (), reason)
     deadline = time.monotonic() + timeout_s
     await llm.collective_rpc("rl_vllm_stage", args=({**asdict(update), "payload": dict(update.payload)},))
     pause_s = _FIRST_POLL_S
@@ -44,8 +51,12 @@ async def stage_weights(llm: AsyncLLM, update: WeightUpdate, *, timeout_s: float
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
-async def commit_weights(llm: AsyncLLM, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache) -> CommitReport:
+async def commit_weights(
+    llm: AsyncLLM, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache, resume: bool = True
+) -> CommitReport:
     """Pause, load what is staged, settle the cache, set the version, resume.
+
+    ``resume=False`` leaves the engine paused: its KV cache sleeps, and waking it resumes.
 
     With ``KVCache.RECOMPUTE`` running requests are preempted while paused and rebuild their cache under the new
     weights; with ``REUSE`` nothing is forgotten, neither theirs nor cached prefixes.
@@ -76,7 +87,8 @@ async def commit_weights(llm: AsyncLLM, update: WeightUpdate, *, in_flight: InFl
             raise RefitError(update.version, "commit", (), "the KV cache of the old weights could not be reset")
     # Last: a token is labelled by the version in force, and from here on that is true of all that will be made.
     await llm.update_weight_version(str(update.version))
-    await llm.resume_generation()
+    if resume:
+        await llm.resume_generation()
     return CommitReport(
         version=update.version,
         stall_s=time.perf_counter() - paused,

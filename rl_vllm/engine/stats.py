@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
@@ -17,6 +19,8 @@ class LatestStats(StatLoggerBase):
         self._waiting = 0
         self._kv_cache_usage = 0.0
         self._generated_tokens = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
 
     def record(
         self,
@@ -29,6 +33,9 @@ class LatestStats(StatLoggerBase):
             self._running = scheduler_stats.num_running_reqs
             self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self._kv_cache_usage = scheduler_stats.kv_cache_usage
+            # Counts since the last report; preempted requests, which look their own prefix up again, are apart.
+            self._prefix_cache_queries += scheduler_stats.prefix_cache_stats.queries
+            self._prefix_cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration_stats is not None:
             self._generated_tokens += iteration_stats.num_generation_tokens
 
@@ -48,4 +55,18 @@ class LatestStats(StatLoggerBase):
             num_waiting=0 if idle else self._waiting,
             kv_cache_usage=0.0 if idle else self._kv_cache_usage,
             generated_tokens=self._generated_tokens,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
         )
+
+
+def total(parts: Sequence[EngineMetrics]) -> EngineMetrics:
+    """The figures of a replica's engines (data parallel) as one: counts are added, KV use is their mean."""
+    return EngineMetrics(
+        num_running=sum(part.num_running for part in parts),
+        num_waiting=sum(part.num_waiting for part in parts),
+        kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
+        generated_tokens=sum(part.generated_tokens for part in parts),
+        prefix_cache_queries=sum(part.prefix_cache_queries for part in parts),
+        prefix_cache_hits=sum(part.prefix_cache_hits for part in parts),
+    )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 from rl_vllm.errors import DeadlineError, ServiceNotRunningError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -24,7 +27,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
+        # Re-entrant: a finaliser that submits may run in the middle of anything, also of a submit.
+        self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -48,14 +52,17 @@ class LoopThread:
                 raise concurrent.futures.CancelledError("the loop has been closed")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def run(self, work: Callable[[], Awaitable[T]], *, timeout_s: float, waited_for: str) -> T:
+    def run(self, work: Callable[[], Awaitable[T]], *, timeout_s: float | None, waited_for: str) -> T:
         """Call ``work`` on the loop and block for the result of what it returns.
 
         Raises:
             DeadlineError: ``timeout_s`` passed; the work has been cancelled and has cleaned up.
             CancelledError: The loop was closed first.
+            RuntimeError: The caller runs on this very loop.
         """
-        future = self.submit(_with_deadline(work, timeout_s, waited_for))
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(f"{waited_for}: a blocking call on the service's own loop would wait for itself")
+        future = self.submit(with_deadline(work, timeout_s, waited_for))
         try:
             return future.result()
         except BaseException:
@@ -63,26 +70,68 @@ class LoopThread:
             future.cancel()
             raise
 
+    async def await_from_anywhere(
+        self, work: Callable[[], Awaitable[T]], *, timeout_s: float | None, waited_for: str
+    ) -> T:
+        """As :meth:`run`, for a caller on any event loop; cancelling the caller cancels the work.
+
+        Raises:
+            DeadlineError: ``timeout_s`` passed; the work has been cancelled and has cleaned up.
+            CancelledError: This loop was closed first: ``concurrent.futures``' one, not asyncio's.
+        """
+        if asyncio.get_running_loop() is self._loop:
+            return await with_deadline(work, timeout_s, waited_for)
+        return await across(self.submit(with_deadline(work, timeout_s, waited_for)))
+
     def close(self) -> None:
         """Cancel what still runs and end the thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_JOIN_TIMEOUT_S)
+        ended = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        try:
+            ended.result(_JOIN_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("the service's loop is ended with work on it that did not end within %g s", _JOIN_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
-async def _with_deadline(work: Callable[[], Awaitable[T]], timeout_s: float, waited_for: str) -> T:
+async def across(future: concurrent.futures.Future[T]) -> T:
+    """Await on the running loop what another thread sets; cancelling the caller cancels ``future``."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def wake(_future: concurrent.futures.Future[T]) -> None:
+        # The caller's loop may have been closed without cancelling its tasks: then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    try:
+        await done.wait()
+    except BaseException:
+        future.cancel()
+        raise
+    return future.result()
+
+
+async def with_deadline(work: Callable[[], Awaitable[T]], timeout_s: float | None, waited_for: str) -> T:
+    """Await what ``work`` returns; None leaves the deadline to ``work`` itself.
+
+    Raises:
+        DeadlineError: ``timeout_s`` passed; the work has been cancelled and has cleaned up.
+    """
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
             return await work()
     except TimeoutError:
         # A deadline error from inside says more than ours would.
-        if deadline.expired():
+        if timeout_s is not None and deadline.expired():
             raise DeadlineError(waited_for, timeout_s) from None
         raise
 

@@ -5,165 +5,288 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_vllm.config import ServiceConfig, ray_address, start_timeout_s
-from rl_vllm.engine import reaper
+from rl_vllm.config import ServiceConfig, start_timeout_s
 from rl_vllm.engine.actor import EngineActor
-from rl_vllm.errors import DeadlineError, EngineStartError, NotEnoughResourcesError
+from rl_vllm.errors import DeadlineError, EngineDiedError, EngineStartError, NotEnoughResourcesError, ReplicaCallError
 from rl_vllm.protocols import Engine
-from rl_vllm.service.placement import bundle, check_resources, vllm_runs_on_cpu
-from rl_vllm.service.preflight import check_config, check_ray_address
+from rl_vllm.service.placement import Node, Placement, check_parallel, check_resources, stage_nodes, vllm_runs_on_cpu
+from rl_vllm.service.preflight import check_config
+from rl_vllm.service.ray_cluster import cluster
 from rl_vllm.service.ray_engine import RayEngine
+from rl_vllm.service.stopping import Stops
 from rl_vllm.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 10_000
 _PLACEMENT_TIMEOUT_S = 60.0
+# What Ray says is free is a moment old: a place chosen by it is given up and chosen anew after this time.
+_PINNED_TIMEOUT_S = 5.0
+_POLL_S = 0.25
+_KILL_TIMEOUT_S = 10.0
 
 
-class _LocalCluster:
-    """The Ray of this process: joined when there is one, else started here and stopped with the last service."""
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What one replica holds of the cluster.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._ours = False
+    Attributes:
+        placement: How it is laid out.
+        group: Its placement group, once there is one.
+        engine: Its actor, once there is one.
+        started: Whether the engine can answer.
+    """
 
-    def join(self) -> None:
-        with self._lock:
-            if not ray.is_initialized():
-                check_ray_address(ray_address())
-                # Workers' output stays in Ray's log files: what matters of it comes back in errors.
-                ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
-                self._ours = True
-                _reap_with_raylet()
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._ours:
-                self._ours = False
-                ray.shutdown()
-
-
-def _reap_with_raylet() -> None:
-    """End the raylet's children with it: when this process is killed the kernel ends the raylet, but not its agents."""
-    for pid, _ in reaper.descendants(os.getpid()):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-            reaper.start(pid)
-
-
-_cluster = _LocalCluster()
+    placement: Placement
+    group: PlacementGroup | None = None
+    engine: RayEngine | None = None
+    started: bool = False
 
 
 class RayExecutor:
-    """The default executor."""
+    """The default executor.
 
-    def __init__(self) -> None:
+    Args:
+        actor_class: What serves the :class:`~rl_vllm.protocols.Engine` protocol in each actor; built with the engine's
+            config, the replica's index and ``on_cpu``, and loaded with ``start()``.
+    """
+
+    def __init__(self, *, actor_class: type = EngineActor) -> None:
+        self._actor_class = actor_class
         self._joined = False
-        self._started = False
-        self._groups: list[PlacementGroup] = []
-        self._engines: list[RayEngine] = []
-        self._shutdown_timeout_s = 0.0
+        self._config: ServiceConfig | None = None
+        self._on_cpu = True
+        self._held: dict[int, _Held] = {}
+        self._choosing = asyncio.Lock()
+        self._stops = Stops()
 
     def prepare(self, config: ServiceConfig) -> None:
         check_config(config.engine)
-        # Ray installs signal handlers, which only the main thread may do.
-        _cluster.join()
+        self._on_cpu = vllm_runs_on_cpu()
+        check_parallel(config.engine, on_cpu=self._on_cpu)
+        cluster.join()
         self._joined = True
+        self._config = config
 
     async def launch(self, config: ServiceConfig) -> tuple[list[Engine], ModelInfo]:
-        self._shutdown_timeout_s = config.shutdown_timeout_s
-        on_cpu = vllm_runs_on_cpu()
-        check_resources(config, ray.cluster_resources(), on_cpu=on_cpu)
-        await self._reserve(config, on_cpu=on_cpu)
-        self._engines = [
-            RayEngine(_create_actor(config, group, index, on_cpu=on_cpu), index)
-            for index, group in enumerate(self._groups)
-        ]
-        infos = await self._start(config)
-        return list(self._engines), infos[0]
-
-    async def _reserve(self, config: ServiceConfig, *, on_cpu: bool) -> None:
-        wanted = bundle(config.engine, on_cpu=on_cpu)
-        self._groups = [placement_group([wanted], strategy="STRICT_PACK") for _ in range(config.num_replicas)]
+        indices = range(config.num_replicas)
+        placement = check_resources(config.engine, len(indices), _nodes(), on_cpu=self._on_cpu)
         try:
-            async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
-                await asyncio.gather(*(_reserved(group) for group in self._groups))
-        except TimeoutError:
-            # The cluster is large enough, but others hold what is missing, or no single node has a whole replica.
-            total = {name: amount * config.num_replicas for name, amount in wanted.items()}
-            free = ray.available_resources()
-            raise NotEnoughResourcesError(total, {name: free.get(name, 0.0) for name in total}, "free") from None
+            async with asyncio.timeout(self._limit_s):
+                # All or none: an engine that waits for another's room would load for nothing.
+                await _all_or_first_error([self._reserve(index, placement) for index in indices])
+                infos = await _all_or_first_error([self._start(index) for index in indices])
+        except TimeoutError as error:
+            waiting = sum(not held.started for held in self._held.values())
+            await self.close()
+            if isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(f"{waiting} of {len(indices)} replicas to start", self._limit_s) from None
+        except BaseException:
+            await self.close()
+            raise
+        engines: list[Engine] = [self._engine(index) for index in indices]
+        return engines, infos[0]
 
-    async def _start(self, config: ServiceConfig) -> list[ModelInfo]:
-        limit_s = config.launch_timeout_s or start_timeout_s()
-        starts = [
-            asyncio.create_task(engine.start(), name=f"replica-{i}-start") for i, engine in enumerate(self._engines)
-        ]
+    async def start_one(self, index: int) -> Engine:
+        await self.stop_one(index)
+        placement = check_resources(self._service.engine, len(self._held) + 1, _nodes(), on_cpu=self._on_cpu)
         try:
-            done, pending = await asyncio.wait(starts, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            # Also when the launch itself is cancelled: nobody else asks these tasks how they ended.
-            for task in starts:
-                task.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-        errors = [error for error in (task.exception() for task in done) if error is not None]
-        if errors:
-            own = [error for error in errors if isinstance(error, EngineStartError)]
-            raise (own or errors)[0]
-        if pending:
-            raise DeadlineError(f"{len(pending)} of {len(starts)} replicas to start", limit_s)
-        self._started = True
-        return [task.result() for task in starts]
+            async with asyncio.timeout(self._limit_s):
+                await self._reserve(index, placement)
+                await self._start(index)
+        except TimeoutError as error:
+            await self.stop_one(index)
+            if isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(f"replica {index} to start", self._limit_s) from None
+        except BaseException:
+            await self.stop_one(index)
+            raise
+        return self._engine(index)
+
+    async def stop_one(self, index: int) -> None:
+        if index in self._held or index in self._stops.under_way():
+            await self._stops.run(index, lambda: self._stop(index))
 
     async def close(self) -> None:
-        engines, self._engines = self._engines, []
-        groups, self._groups = self._groups, []
-        await asyncio.gather(*(self._stop(engine) for engine in engines))
-        for group in groups:
-            remove_placement_group(group)
+        await asyncio.gather(*(self.stop_one(index) for index in {*self._held, *self._stops.under_way()}))
 
     def release(self) -> None:
         if self._joined:
             self._joined = False
-            _cluster.leave()
+            cluster.leave()
 
-    async def _stop(self, engine: RayEngine) -> None:
+    @property
+    def _service(self) -> ServiceConfig:
+        assert self._config is not None, "prepare() comes first"
+        return self._config
+
+    @property
+    def _limit_s(self) -> float:
+        return self._service.launch_timeout_s or start_timeout_s()
+
+    def _engine(self, index: int) -> RayEngine:
+        held = self._held.get(index)
+        if held is None or held.engine is None:
+            raise EngineStartError(index, "it was stopped while it started")
+        return held.engine
+
+    async def _reserve(self, index: int, placement: Placement) -> None:
+        held = self._held[index] = _Held(placement)
+        wait_for_place = self._choose_place if placement.spans_nodes else self._wait_for_place
+        try:
+            async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
+                await wait_for_place(held)
+        except TimeoutError:
+            # The cluster is large enough, but others hold what is missing.
+            wanted = _sum(placement.bundles)
+            free = ray.available_resources()
+            raise NotEnoughResourcesError(wanted, {name: free.get(name, 0.0) for name in wanted}, "free") from None
+        except ray.exceptions.RayError as error:
+            raise EngineStartError(index, f"its place was taken away: {error}") from error
+
+    async def _wait_for_place(self, held: _Held) -> None:
+        held.group = placement_group(list(held.placement.bundles), strategy=held.placement.strategy)
+        await _reserved(held.group)
+
+    async def _choose_place(self, held: _Held) -> None:
+        """Reserve a replica that spans nodes, each stage on one: Ray can say so only by naming the nodes."""
+        # One at a time, so that two replicas do not choose the same free nodes.
+        async with self._choosing:
+            while True:
+                names = stage_nodes(held.placement, _free_nodes())
+                if names is None:
+                    await asyncio.sleep(_POLL_S)
+                    continue
+                held.group = placement_group(
+                    list(held.placement.bundles),
+                    strategy=held.placement.strategy,
+                    bundle_label_selector=[{"ray.io/node-id": name} for name in names],
+                )
+                try:
+                    async with asyncio.timeout(_PINNED_TIMEOUT_S):
+                        return await _reserved(held.group)
+                except TimeoutError:
+                    remove_placement_group(held.group)
+
+    async def _start(self, index: int) -> ModelInfo:
+        held = self._held.get(index)
+        if held is None or held.group is None:
+            raise EngineStartError(index, "it was stopped while it started")
+        held.engine = RayEngine(self._create_actor(held.placement, held.group, index), index)
+        try:
+            await held.engine.actor.__ray_call__.remote(_set_address, ray.get_runtime_context().gcs_address)
+            info = await held.engine.start()
+        except ray.exceptions.RayActorError as error:
+            raise EngineStartError(index, f"its process ended: {str(error).partition(chr(10))[0]}") from error
+        except EngineDiedError as error:
+            raise EngineStartError(index, f"its process ended: {error.reason}") from error
+        except ReplicaCallError as error:
+            raise EngineStartError(index, str(error)) from error
+        held.started = True
+        return info
+
+    def _create_actor(self, placement: Placement, group: PlacementGroup, index: int) -> Any:
+        options = actor_options(placement, group)
+        config = placement.applied_to(self._service.engine)
+        return ray.remote(self._actor_class).options(**options).remote(config, index, on_cpu=self._on_cpu)
+
+    async def _stop(self, index: int) -> None:
+        held = self._held.pop(index)
         try:
             # An engine that is still loading cannot answer: it is killed at once.
-            if self._started:
-                async with asyncio.timeout(self._shutdown_timeout_s):
-                    await engine.shutdown()
+            if held.engine is not None and held.started:
+                await self._shut_down(index, held.engine)
+        finally:
+            # Also when this wait is cancelled. The engine's processes end with the actor, its reaper removes the rest.
+            if held.engine is not None:
+                ray.kill(held.engine.actor)
+            if held.group is not None:
+                remove_placement_group(held.group)
+        if held.engine is not None:
+            await _until_dead(held.engine.actor)
+
+    async def _shut_down(self, index: int, engine: RayEngine) -> None:
+        limit_s = self._service.shutdown_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.shutdown()
         except TimeoutError:
-            logger.warning("an engine did not stop within %.0f s and is killed", self._shutdown_timeout_s)
+            logger.warning("replica %d: its engine did not stop within %.0f s and is killed", index, limit_s)
         except (ray.exceptions.RayError, RuntimeError) as error:
-            logger.info("an engine was gone before it was stopped: %s", error)
-        # The engine's processes end with the actor, and its reaper removes what they leave.
-        ray.kill(engine.actor)
+            logger.info("replica %d: its engine was gone before it was stopped: %s", index, error)
+
+
+def actor_options(placement: Placement, group: PlacementGroup) -> dict[str, Any]:
+    """Ray's options for an engine's actor: in the first bundle of its group, with what that holds for it."""
+    options: dict[str, Any] = {
+        "num_cpus": placement.num_cpus,
+        "num_gpus": placement.num_gpus,
+        "max_concurrency": _MAX_CALLS,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        ),
+    }
+    if placement.backend == "ray":
+        # Older Rays hide every GPU of the node from an actor that takes none itself; vLLM then finds no platform.
+        options["runtime_env"] = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    return options
+
+
+def _set_address(_actor: object, address: str) -> None:
+    """Tell an engine's processes their cluster: those that vLLM starts would look for some cluster on their machine."""
+    os.environ["RAY_ADDRESS"] = address
+
+
+def _nodes() -> list[Node]:
+    return [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _free_nodes() -> list[Node]:
+    return [Node(name, free) for name, free in available_resources_per_node().items()]
+
+
+def _sum(bundles: tuple[dict[str, float], ...]) -> dict[str, float]:
+    names = {name for each in bundles for name in each}
+    return {name: sum(each.get(name, 0.0) for each in bundles) for name in sorted(names)}
+
+
+async def _all_or_first_error(work: list[Any]) -> list[Any]:
+    """Run coroutines together; one that fails cancels the others, and the error that tells most is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        # Also when this wait is cancelled: nobody else asks these tasks how they ended.
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [each for each in results if isinstance(each, Exception)]
+    if errors:
+        own = [error for error in errors if isinstance(error, EngineStartError)]
+        raise (own or errors)[0]
+    return results
+
+
+async def _until_dead(actor: Any) -> None:
+    """Wait until Ray says that a killed actor has ended: what it held is free then."""
+    try:
+        async with asyncio.timeout(_KILL_TIMEOUT_S):
+            await actor.__ray_ready__.remote()
+    except TimeoutError:
+        logger.warning("Ray has not ended a killed actor within %.0f s", _KILL_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        logger.debug("ended: %s", error)
 
 
 async def _reserved(group: PlacementGroup) -> None:
     await group.ready()
-
-
-def _create_actor(config: ServiceConfig, group: PlacementGroup, index: int, *, on_cpu: bool) -> Any:
-    needs = bundle(config.engine, on_cpu=on_cpu)
-    remote_class = ray.remote(EngineActor).options(
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU", 0),
-        max_concurrency=_MAX_CALLS,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_capture_child_tasks=True
-        ),
-    )
-    return remote_class.remote(config.engine, index, on_cpu=on_cpu)

@@ -7,20 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_vllm.testing.answers import FakeRequest, FakeScript
-    from rl_vllm.testing.fake_engine import FakeEngine, FakeEngineScript, FakeExecutor, Gate
+    from rl_vllm.testing.fake_engine import FakeEngine, FakeEngineScript
+    from rl_vllm.testing.fake_executor import FakeExecutor, FakeExecutorScript
     from rl_vllm.testing.fake_service import FakeService
+    from rl_vllm.testing.gate import Gate
 
 _WHERE = {
     "FakeEngine": "rl_vllm.testing.fake_engine",
     "FakeEngineScript": "rl_vllm.testing.fake_engine",
-    "FakeExecutor": "rl_vllm.testing.fake_engine",
+    "FakeExecutor": "rl_vllm.testing.fake_executor",
+    "FakeExecutorScript": "rl_vllm.testing.fake_executor",
     "FakeRequest": "rl_vllm.testing.answers",
     "FakeScript": "rl_vllm.testing.answers",
     "FakeService": "rl_vllm.testing.fake_service",
-    "Gate": "rl_vllm.testing.fake_engine",
+    "Gate": "rl_vllm.testing.gate",
 }
 
-__all__ = ["FakeEngine", "FakeEngineScript", "FakeExecutor", "FakeRequest", "FakeScript", "FakeService", "Gate"]
+__all__ = [
+    "FakeEngine",
+    "FakeEngineScript",
+    "FakeExecutor",
+    "FakeExecutorScript",
+    "FakeRequest",
+    "FakeScript",
+    "FakeService",
+    "Gate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class FakeRequest:
         limit: Longest response the context and ``max_tokens`` leave.
         sampling: The call's settings, with its seed.
         info: The model.
+        lora: Name of the adapter, or None.
     """
 
     row: int
@@ -57,16 +58,18 @@ class FakeRequest:
     limit: int
     sampling: SamplingConfig
     info: ModelInfo
+    lora: str | None = None
 
 
 def stated_response(request: FakeRequest) -> Sequence[int]:
     """Plain ids that count up from a start, closed by EOS.
 
-    With ``key = sum(prompt) + 5 * sample + 11 * seed`` (seed 0 when None), token ``t`` is
+    With ``key = sum(prompt) + 5 * sample + 11 * seed + 17 * len(adapter's name)`` (seed 0 when None), token ``t`` is
     ``3 + (key + t) % (vocab_size - 3)``. The response has ``1 + key % 8`` tokens, at least ``min_tokens``, the last
     one EOS; a longer one than the limit, or any with ``ignore_eos``, is filled up to the limit without EOS.
     """
     key = int(request.prompt_T.sum()) + 5 * request.sample + 11 * (request.sampling.seed or 0)
+    key += 17 * len(request.lora or "")
     span = request.info.vocab_size - FIRST_PLAIN_ID
     length = max(1 + key % SLOWEST_STOP, request.sampling.min_tokens)
     stops = length <= request.limit and not request.sampling.ignore_eos
@@ -110,11 +113,13 @@ class FakeScript:
     columns: CompletionBatch | None = None
 
 
-def requests_of(row: int, prompt_T: Int32, sampling: SamplingConfig, info: ModelInfo) -> list[FakeRequest]:
+def requests_of(
+    row: int, prompt_T: Int32, sampling: SamplingConfig, info: ModelInfo, *, lora: str | None = None
+) -> list[FakeRequest]:
     """The ``n`` samples of one prompt, each with the longest response that context and ``max_tokens`` leave."""
     room = info.max_model_len - len(prompt_T)
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    return [FakeRequest(row, sample, prompt_T, limit, sampling, info) for sample in range(sampling.n)]
+    return [FakeRequest(row, sample, prompt_T, limit, sampling, info, lora) for sample in range(sampling.n)]
 
 
 def answer(
@@ -146,6 +151,31 @@ def answer(
         top_logprobs=_top_logprobs(responses, scores) if any(r.sampling.logprobs for r in requests) else None,
         prompt_logprobs=_prompt_logprobs(requests),
     )
+
+
+def pieces(whole: CompletionBatch) -> Iterator[CompletionBatch]:
+    """A finished batch as it would have streamed: one token of every sample at a time, the last with its finish."""
+    longest = int(whole.lengths_N.max(initial=0))
+    for position in range(max(longest, 1)):
+        lengths = whole.lengths_N
+        kept = np.flatnonzero((lengths > position) | ((lengths == 0) & (position == 0)))
+        part = whole.take(kept)
+        starts = part.offsets_N1[:-1] + position
+        full = part.lengths_N > 0
+        ends = np.where(part.lengths_N > position + 1, FinishReason.UNFINISHED, part.finish_N).astype(np.int8)
+        yield replace(
+            part,
+            offsets_N1=np.concatenate([[0], np.cumsum(full)]).astype(np.int64),
+            tokens_T=part.tokens_T[starts[full]],
+            logprobs_T=part.logprobs_T[starts[full]],
+            versions_T=part.versions_T[starts[full]],
+            finish_N=ends,
+            stops_N=tuple(s if e != FinishReason.UNFINISHED else None for s, e in zip(part.stops_N, ends, strict=True)),
+            top_logprobs=None
+            if part.top_logprobs is None
+            else tuple(t[position : position + 1] for t in part.top_logprobs),
+            prompt_logprobs=part.prompt_logprobs if position == 0 else None,
+        )
 
 
 class FakeWeights:

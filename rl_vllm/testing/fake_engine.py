@@ -1,24 +1,27 @@
-"""An engine and an executor without vLLM and Ray: ``AsyncVLLM`` runs on them in one process, with faults by script."""
+"""An engine without vLLM, with faults by script."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from rl_vllm.config import ServiceConfig
-from rl_vllm.errors import ConfigError, DeadlineError, EngineDiedError
-from rl_vllm.protocols import Engine
-from rl_vllm.testing.answers import FAKE_MODEL, FakeRequest, FakeScript, FakeWeights, answer, requests_of
+import numpy as np
+
+from rl_vllm.errors import ConfigError, DeadlineError, EngineDiedError, UnsupportedByEngineError
+from rl_vllm.testing.answers import FAKE_MODEL, FakeRequest, FakeScript, FakeWeights, answer, pieces, requests_of
+from rl_vllm.testing.gate import Gate
 from rl_vllm.types import (
     CommitReport,
     CompletionBatch,
+    EmbeddingBatch,
+    EmbeddingRequest,
     EngineMetrics,
     FinishReason,
     InFlight,
     KVCache,
+    LoRAAdapter,
     ModelInfo,
     RequestBatch,
     TensorSpec,
@@ -26,64 +29,12 @@ from rl_vllm.types import (
 )
 
 
-class Gate:
-    """A door at which a fake waits until a test opens it; every method may be called from any thread.
-
-    Args:
-        is_open: Whether it lets everyone through from the start.
-    """
-
-    def __init__(self, *, is_open: bool = False) -> None:
-        self._is_open = is_open
-        self._changed = threading.Condition()
-        self._held: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
-
-    def open(self) -> None:
-        """Let through everyone who waits and everyone who comes."""
-        with self._changed:
-            self._is_open = True
-            for future, loop in self._held.items():
-                loop.call_soon_threadsafe(_release, future)
-            self._held.clear()
-
-    def close(self) -> None:
-        """Hold everyone who comes from now on."""
-        with self._changed:
-            self._is_open = False
-
-    async def passed(self) -> None:
-        """Wait until the gate is open."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._changed:
-            if self._is_open:
-                return
-            self._held[future] = loop
-            self._changed.notify_all()
-        try:
-            await future
-        finally:
-            with self._changed:
-                self._held.pop(future, None)
-
-    def wait_until_held(self, count: int = 1, *, timeout_s: float = 10.0) -> None:
-        """Block until ``count`` wait at the gate; inside an event loop use ``asyncio.to_thread``.
-
-        Raises:
-            DeadlineError: Fewer came within ``timeout_s`` seconds.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._held) >= count, timeout_s):
-                raise DeadlineError(f"{count} to wait at a gate where {len(self._held)} do", timeout_s)
-
-
-def _release(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def _no_gate(_request: FakeRequest) -> None:
     return None
+
+
+def _no_delay(_request: FakeRequest) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +45,11 @@ class FakeEngineScript:
         answers: Responses, failures and errors of stage and commit; where it says row, an engine takes the request's
             number. A service numbers its first requests 0, 1, ... in the order of their rows.
         gate: Where a request waits before it is answered (asked with its first sample), or None.
+        delay_s: Seconds a request takes.
+        piece_gate: Where every piece of a streamed response but the first waits.
         stage_gate: Where ``stage_weights`` waits.
         commit_gate: Where ``commit_weights`` waits, already paused.
+        adapter_error: Raised by ``add_lora``.
         dies_after: The engine dies when it has yielded this many chunks in its life; every request is one chunk.
         lost: Numbers of requests that a stream ends without answering.
         repeats: Every chunk is yielded twice.
@@ -103,8 +57,11 @@ class FakeEngineScript:
 
     answers: FakeScript = field(default_factory=FakeScript)
     gate: Callable[[FakeRequest], Gate | None] = _no_gate
+    delay_s: Callable[[FakeRequest], float] = _no_delay
+    piece_gate: Gate | None = None
     stage_gate: Gate | None = None
     commit_gate: Gate | None = None
+    adapter_error: Exception | None = None
     dies_after: int | None = None
     lost: frozenset[int] = frozenset()
     repeats: bool = False
@@ -114,12 +71,15 @@ class FakeEngineScript:
             raise ConfigError("an engine numbers its answers: FakeScript.columns is for FakeService alone")
 
 
+_Chunk = CompletionBatch | EngineDiedError
+
+
 @dataclass(slots=True)
 class _Running:
     """A request that waits for its answer."""
 
     requests: list[FakeRequest]
-    outbox: asyncio.Queue[CompletionBatch | EngineDiedError]
+    outbox: asyncio.Queue[_Chunk]
     task: asyncio.Task[None] | None = None
 
 
@@ -127,7 +87,7 @@ class FakeEngine:
     """Implements :class:`rl_vllm.protocols.Engine`; answers by the rules of :mod:`rl_vllm.testing.answers`.
 
     As with a real engine, requests wait while weights are committed, and go on waiting when a commit failed, until one
-    succeeds. Tokens carry the version in force when they are made.
+    succeeds; they also wait while the engine sleeps. Tokens carry the version in force when they are made.
 
     Args:
         replica: Index of the replica it plays, named in its errors.
@@ -140,6 +100,10 @@ class FakeEngine:
         aborted: Numbers of the requests that were aborted or given up before their answer, in order.
         staged: Every update that was staged, in order.
         committed: Every update that was committed, in order.
+        adapters: The loaded adapters by name.
+        asleep: The level it sleeps at, or None.
+        weights_dropped: Whether it slept at level 2 and no commit has brought weights since; requests wait for one.
+        profiling: Whether a profile is being taken.
         num_shutdowns: Calls of ``shutdown``.
     """
 
@@ -156,12 +120,17 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.staged: list[WeightUpdate] = []
         self.committed: list[WeightUpdate] = []
+        self.adapters: dict[str, LoRAAdapter] = {}
+        self.asleep: int | None = None
+        self.weights_dropped = False
+        self.profiling = False
         self.num_shutdowns = 0
         self._replica = replica
         self._info = info
         self._specs = specs
         self._weights = FakeWeights()
         self._unpaused = Gate(is_open=True)
+        self._responsive = Gate(is_open=True)
         self._running: dict[int, _Running] = {}
         self._num_chunks = 0
         self._num_tokens = 0
@@ -171,8 +140,17 @@ class FakeEngine:
     def kill(self, reason: str) -> None:
         """Be dead from now on: streams break and every call raises :class:`EngineDiedError`. Safe from any thread."""
         self._death = EngineDiedError(self._replica, reason)
+        self._responsive.open()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._break_streams)
+
+    def hang(self) -> None:
+        """Stop answering, without a word: requests, health checks and every other call wait. Safe from any thread."""
+        self._responsive.close()
+
+    def go_on(self) -> None:
+        """End a hang. Safe from any thread."""
+        self._responsive.open()
 
     def _break_streams(self) -> None:
         assert self._death is not None
@@ -183,25 +161,37 @@ class FakeEngine:
         await self.check_health()
         return self._info
 
-    async def stream(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
+    def stream(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
+        return self._stream(batch, lambda whole: iter([whole]))
+
+    def stream_pieces(self, batch: RequestBatch) -> AsyncGenerator[CompletionBatch, None]:
+        """One token of every sample at a time."""
+        return self._stream(batch, pieces)
+
+    async def _stream(
+        self, batch: RequestBatch, split: Callable[[CompletionBatch], Iterator[CompletionBatch]]
+    ) -> AsyncGenerator[CompletionBatch, None]:
         await self.check_health()
         self._loop = asyncio.get_running_loop()
         self.batches.append(batch)
-        outbox: asyncio.Queue[CompletionBatch | EngineDiedError] = asyncio.Queue()
+        outbox: asyncio.Queue[_Chunk] = asyncio.Queue()
         numbers = batch.numbers_B.tolist()
         for row, number in enumerate(numbers):
-            requests = requests_of(number, batch.prompts.row(row), batch.sampling_B[row], self._info)
+            lora = None if batch.prompts.loras is None else batch.prompts.loras[row]
+            requests = requests_of(number, batch.prompts.row(row), batch.sampling_B[row], self._info, lora=lora)
             running = self._running[number] = _Running(requests, outbox)
-            running.task = asyncio.create_task(self._answer(running), name=f"fake-request-{number}")
+            running.task = asyncio.create_task(self._answer(running, split), name=f"fake-request-{number}")
+        waiting = set(numbers) - self.script.lost
         try:
-            for _ in range(len(numbers) - len(self.script.lost.intersection(numbers))):
+            while waiting:
                 if self._num_chunks == self.script.dies_after:
                     self._die("as the script says")
                 chunk = await outbox.get()
                 if isinstance(chunk, EngineDiedError):
                     raise chunk
-                self._num_chunks += 1
                 self._num_tokens += len(chunk.tokens_T)
+                waiting -= _ended(chunk)
+                self._num_chunks += bool(_ended(chunk))
                 for _ in range(2 if self.script.repeats else 1):
                     yield chunk
         finally:
@@ -210,19 +200,37 @@ class FakeEngine:
                 self.aborted += unanswered
             await self._cancel(unanswered)
 
-    async def _answer(self, running: _Running) -> None:
+    async def _answer(self, running: _Running, split: Callable[[CompletionBatch], Iterator[CompletionBatch]]) -> None:
         first = running.requests[0]
         gate = self.script.gate(first)
         if gate is not None:
             await gate.passed()
+        delay_s = self.script.delay_s(first)
+        if delay_s:
+            await asyncio.sleep(delay_s)
         await self._unpaused.passed()
-        del self._running[first.row]
+        await self._responsive.passed()
         script = self.script.answers
-        if first.row in script.failures:
-            failures = {first.row: script.failures[first.row]}
-            running.outbox.put_nowait(answer([], script, self._weights.version, failures))
-        elif first.row not in self.script.lost:
-            running.outbox.put_nowait(answer(running.requests, script, self._weights.version, {}))
+        if first.row in self.script.lost:
+            del self._running[first.row]
+        elif first.row in script.failures or self._lacks_adapter(first):
+            del self._running[first.row]
+            reason = script.failures.get(first.row, f"no adapter is called {first.lora!r}")
+            running.outbox.put_nowait(answer([], script, self._weights.version, {first.row: reason}))
+        else:
+            await self._deliver(running, split(answer(running.requests, script, self._weights.version, {})))
+
+    async def _deliver(self, running: _Running, chunks: Iterator[CompletionBatch]) -> None:
+        number = running.requests[0].row
+        for index, chunk in enumerate(chunks):
+            if index and self.script.piece_gate is not None:
+                await self.script.piece_gate.passed()
+            if number in _ended(chunk):
+                del self._running[number]
+            running.outbox.put_nowait(chunk)
+
+    def _lacks_adapter(self, request: FakeRequest) -> bool:
+        return request.lora is not None and request.lora not in self.adapters
 
     def _die(self, reason: str) -> NoReturn:
         self.kill(reason)
@@ -238,8 +246,17 @@ class FakeEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         return stopped
 
+    async def embed(self, request: EmbeddingRequest) -> AsyncGenerator[EmbeddingBatch, None]:
+        """Every vector is ``[number of ids, sum of ids]``, float32; all come at once."""
+        await self.check_health()
+        if request.pooling.task not in self._info.tasks:
+            raise UnsupportedByEngineError(f"this model's tasks are {self._info.tasks}, not {request.pooling.task!r}")
+        rows = [request.prompts.row(row) for row in range(len(request.prompts))]
+        values = np.array([[len(ids), ids.sum()] for ids in rows], np.float32).reshape(-1, 2)
+        yield EmbeddingBatch(request.numbers_B, values)
+
     async def abort(self, numbers: Sequence[int]) -> None:
-        """Answer the requests that still run with no token and the finish reason ``ABORT``."""
+        """Answer the requests that still run with no further token and the finish reason ``ABORT``."""
         await self.check_health()
         for running in await self._cancel(numbers):
             number = running.requests[0].row
@@ -254,9 +271,20 @@ class FakeEngine:
             num_running=len(self._running), num_waiting=0, kv_cache_usage=0.0, generated_tokens=self._num_tokens
         )
 
+    async def prometheus(self) -> str:
+        """One metric: the tokens it made."""
+        await self.check_health()
+        return f"# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total {self._num_tokens}.0\n"
+
     async def check_health(self) -> None:
+        await self._responsive.passed()
         if self._death is not None:
             raise self._death
+
+    async def engine_config(self) -> object:
+        """The facts of its model."""
+        await self.check_health()
+        return self._info
 
     async def weight_specs(self) -> tuple[TensorSpec, ...]:
         await self.check_health()
@@ -289,12 +317,63 @@ class FakeEngine:
             raise self.script.answers.commit_error
         report = self._weights.commit(update, kv)
         self.committed.append(update)
-        self._unpaused.open()
+        self.weights_dropped = False
+        if self.asleep is None:
+            self._unpaused.open()
         return report
 
     async def reset_prefix_cache(self) -> bool:
         await self.check_health()
         return not self._running
+
+    async def reset_mm_cache(self) -> None:
+        await self.check_health()
+
+    async def add_lora(self, adapter: LoRAAdapter) -> None:
+        """Any path will do."""
+        await self.check_health()
+        if self.script.adapter_error is not None:
+            raise self.script.adapter_error
+        self.adapters[adapter.name] = adapter
+
+    async def remove_lora(self, name: str) -> bool:
+        await self.check_health()
+        return self.adapters.pop(name, None) is not None
+
+    async def list_loras(self) -> tuple[LoRAAdapter, ...]:
+        await self.check_health()
+        return tuple(sorted(self.adapters.values(), key=lambda adapter: adapter.number))
+
+    async def pin_lora(self, name: str) -> None:
+        await self.check_health()
+        if name not in self.adapters:
+            raise ConfigError(f"no adapter is called {name!r}: there are {sorted(self.adapters)}")
+
+    async def sleep(self, level: int) -> None:
+        await self.check_health()
+        self.asleep = level
+        self.weights_dropped |= level == 2
+        self._unpaused.close()
+
+    async def wake_up(self, tags: tuple[str, ...] | None) -> None:
+        """Waking the weights alone leaves it asleep."""
+        await self.check_health()
+        if tags is None or "kv_cache" in tags:
+            self.asleep = None
+            if not self.weights_dropped:
+                self._unpaused.open()
+
+    async def is_sleeping(self) -> bool:
+        await self.check_health()
+        return self.asleep is not None
+
+    async def start_profile(self) -> None:
+        await self.check_health()
+        self.profiling = True
+
+    async def stop_profile(self) -> None:
+        await self.check_health()
+        self.profiling = False
 
     async def collective_rpc(
         self, method: str, *, timeout_s: float, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -311,48 +390,8 @@ class FakeEngine:
         await self._cancel(list(self._running))
 
 
-class FakeExecutor:
-    """Implements the service's executor on engines that exist already: ``AsyncVLLM(config, executor=...)``.
-
-    Args:
-        engines: One for each replica of the service.
-        launch_gate: Where ``launch`` waits, or None.
-        launch_error: Raised by ``launch``, or None.
-
-    Attributes:
-        events: "prepare", "launch", "close" and "release", in the order in which they were called.
-    """
-
-    def __init__(
-        self, engines: Sequence[Engine], *, launch_gate: Gate | None = None, launch_error: Exception | None = None
-    ) -> None:
-        self.events: list[str] = []
-        self._engines = list(engines)
-        self._launch_gate = launch_gate
-        self._launch_error = launch_error
-
-    def prepare(self, config: ServiceConfig) -> None:
-        """Check that there is an engine for every replica.
-
-        Raises:
-            ConfigError: There are more or fewer.
-        """
-        if len(self._engines) != config.num_replicas:
-            raise ConfigError(f"num_replicas={config.num_replicas}, but the executor has {len(self._engines)} engines")
-        self.events.append("prepare")
-
-    async def launch(self, config: ServiceConfig) -> tuple[list[Engine], ModelInfo]:  # noqa: ARG002 (checked in prepare)
-        self.events.append("launch")
-        if self._launch_gate is not None:
-            await self._launch_gate.passed()
-        if self._launch_error is not None:
-            raise self._launch_error
-        return list(self._engines), await self._engines[0].model_info()
-
-    async def close(self) -> None:
-        self.events.append("close")
-        for engine in self._engines:
-            await engine.shutdown()
-
-    def release(self) -> None:
-        self.events.append("release")
+def _ended(chunk: CompletionBatch) -> set[int]:
+    """Requests that a chunk answers to the end: its failures, and those whose last sample has finished in it."""
+    numbers = chunk.numbers_N[chunk.finish_N != FinishReason.UNFINISHED].tolist()
+    going_on = set(chunk.numbers_N[chunk.finish_N == FinishReason.UNFINISHED].tolist())
+    return ({*numbers} - going_on) | {failure.number for failure in chunk.failures}

@@ -9,8 +9,18 @@ from rl_vllm.types.batch import (
     WeightVersionSpan,
     pack_rows,
 )
+from rl_vllm.types.embedding import EmbeddingBatch, EmbeddingRequest, PoolingConfig
 from rl_vllm.types.sampling import SamplingConfig
-from rl_vllm.types.state import BadPrompt, EngineMetrics, ModelInfo, ReplicaState
+from rl_vllm.types.state import (
+    BadPrompt,
+    EngineMetrics,
+    LoRAAdapter,
+    ModelInfo,
+    Overload,
+    ReplicaState,
+    RequestStatus,
+)
+from rl_vllm.types.stats import ReplicaSample, ReplicaStats
 from rl_vllm.types.weights import (
     CommitReport,
     InFlight,
@@ -27,16 +37,24 @@ __all__ = [
     "BadPrompt",
     "CommitReport",
     "CompletionBatch",
+    "EmbeddingBatch",
+    "EmbeddingRequest",
     "EngineMetrics",
     "FinishReason",
     "InFlight",
     "KVCache",
+    "LoRAAdapter",
     "ModelInfo",
+    "Overload",
+    "PoolingConfig",
     "PromptBatch",
     "RefitReceipt",
+    "ReplicaSample",
     "ReplicaState",
+    "ReplicaStats",
     "RequestBatch",
     "RequestFailure",
+    "RequestStatus",
     "SamplingConfig",
     "ShardEntry",
     "TensorSpec",

@@ -24,8 +24,12 @@ Item = TypeVar("Item")
 
 
 class FinishReason(enum.IntEnum):
-    """Why a response ended; the number is what travels in the columns."""
+    """Why a response ended; the number is what travels in the columns.
 
+    ``UNFINISHED`` stands in the pieces of a streamed response only, before its last one.
+    """
+
+    UNFINISHED = -1
     STOP = 0
     LENGTH = 1
     ABORT = 2
@@ -65,11 +69,13 @@ class PromptBatch:
         tokens_T: int32 [T].
         offsets_B1: int64 [B + 1].
         session_ids: One session id per prompt, or None; a router keeps a session on one replica.
+        loras: Name of the adapter that answers each prompt, None for the base model; or None when there is none at all.
     """
 
     tokens_T: Int32
     offsets_B1: Int64
     session_ids: tuple[str | None, ...] | None = None
+    loras: tuple[str | None, ...] | None = None
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int] | Int32 | Int64]) -> PromptBatch:
@@ -86,6 +92,14 @@ class PromptBatch:
     def lengths_B(self) -> Int64:
         return np.diff(self.offsets_B1)
 
+    def take(self, rows: Sequence[int]) -> PromptBatch:
+        """The prompts at ``rows``, in that order, with their sessions and adapters."""
+        return PromptBatch(
+            *pack_rows([self.row(row) for row in rows]),
+            session_ids=None if self.session_ids is None else tuple(self.session_ids[row] for row in rows),
+            loras=None if self.loras is None else tuple(self.loras[row] for row in rows),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
@@ -95,13 +109,11 @@ class RequestBatch:
         numbers_B: int64 [B], unique in the life of the service; results and aborts name requests by them.
         prompts: The prompts, in the same order.
         sampling_B: One setting per prompt; rows may share one object.
-        lora: Name of the adapter to use, or None.
     """
 
     numbers_B: Int64
     prompts: PromptBatch
     sampling_B: tuple[SamplingConfig, ...]
-    lora: str | None = None
 
     def __len__(self) -> int:
         return len(self.numbers_B)

@@ -7,13 +7,44 @@ from dataclasses import dataclass
 
 
 class ReplicaState(enum.Enum):
-    """Where a replica is in its life; only ``SERVING`` receives requests."""
+    """Where a replica is in its life.
+
+    ``HEALTHY -> SUSPECT -> DEAD -> RESTARTING -> STALE -> HEALTHY``; ``RETIRED`` is final. Only a completed refit (or a
+    replica that needs none) leads from ``STALE`` to ``HEALTHY``: a probe alone never revives what left the serving set.
+    """
 
     STARTING = "starting"
-    SERVING = "serving"
-    STALE = "stale"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
     DEAD = "dead"
+    RESTARTING = "restarting"
+    STALE = "stale"
+    DRAINING = "draining"
     RETIRED = "retired"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it receives requests."""
+        return self in (ReplicaState.HEALTHY, ReplicaState.SUSPECT)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its engine runs, so that calls reach it."""
+        return self in (ReplicaState.HEALTHY, ReplicaState.SUSPECT, ReplicaState.STALE, ReplicaState.DRAINING)
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is; the last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (RequestStatus.COMPLETED, RequestStatus.CANCELLED, RequestStatus.FAILED)
 
 
 class BadPrompt(enum.Enum):
@@ -21,6 +52,13 @@ class BadPrompt(enum.Enum):
 
     RAISE = "raise"
     MARK = "mark"
+
+
+class Overload(enum.Enum):
+    """What happens to requests beyond the bound on outstanding ones."""
+
+    WAIT = "wait"
+    RAISE = "raise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +74,8 @@ class ModelInfo:
         pad_token_id: The tokenizer's padding id, or None when it has none.
         dtype: The weights' dtype, torch's name without the prefix.
         logprobs_mode: What returned logprobs mean, for example ``processed_logprobs``.
+        tasks: What the model can do, in vLLM's words: ``generate``, ``embed``, ``classify``, ...
+        block_size: Tokens per block of the KV cache: prefixes are shared in whole blocks.
     """
 
     model: str
@@ -46,6 +86,8 @@ class ModelInfo:
     pad_token_id: int | None
     dtype: str
     logprobs_mode: str
+    tasks: tuple[str, ...] = ("generate",)
+    block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +99,28 @@ class EngineMetrics:
         num_waiting: Requests not yet scheduled.
         kv_cache_usage: Fraction of KV blocks in use, in [0, 1].
         generated_tokens: Response tokens made since start.
+        prefix_cache_queries: Prompt tokens looked up in the prefix cache since start.
+        prefix_cache_hits: Prompt tokens found there since start.
     """
 
     num_running: int
     num_waiting: int
     kv_cache_usage: float
     generated_tokens: int
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAAdapter:
+    """A LoRA adapter that every replica has loaded.
+
+    Attributes:
+        name: What requests call it.
+        number: The id that vLLM tells adapters apart by, at least 1.
+        path: Folder in PEFT's format, readable on every replica's host.
+    """
+
+    name: str
+    number: int
+    path: str

@@ -58,8 +58,8 @@ def refit(
 
     Raises:
         WeightsMismatchError: The tensors are not the engine's; lists every difference; nothing moved.
-        RefitError: Names version, phase, replicas and reason. What was staged has been removed. After a failure in
-            commit the version number is not used again, because a replica may serve it.
+        RefitError: Names version, phase, replicas and reason. What was staged has been removed, unless replicas serve
+            it now. After a failure in commit the version number is not used again, because a replica may serve it.
         DeadlineError: Another refit of this service did not end in time.
     """
     config = config or RefitConfig()
@@ -96,7 +96,9 @@ def _refit(
         )
         checksum = _agreed_checksum(update, reports)
     except BaseException:
-        transport.discard(update)
+        # When some replicas took it, those that start again must find it.
+        if service.weight_version < version:
+            transport.discard(update)
         raise
     committed = time.perf_counter()
     try:

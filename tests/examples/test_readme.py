@@ -55,10 +55,12 @@ def test_make_quickstart_trains_smollm2_and_writes_its_summary(tmp_path: Path) -
 
 
 @pytest.mark.engine
-def test_the_benchmark_prints_its_table(tiny_qwen3_tied: Path, tmp_path: Path) -> None:
+def test_the_benchmark_prints_its_table(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
-    command = [sys.executable, "benchmarks/overhead.py", "--rounds", "1", "--model", tiny_qwen3_tied, "--json", path]
+    command = [sys.executable, "benchmarks/overhead.py", "--rounds", "1", "--json", path]
+    # The other ways and the larger model are left to whoever measures.
+    command += ["--models", "tiny", "--paths", "raw", "ours"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^policy +\d+ +\d\.\d\d$", done.stdout, re.MULTILINE)
-    assert set(json.loads(path.read_text())["ratio_to_raw"]) == {"raw", "service", "policy"}
+    assert re.search(r"^policy +[\d,]+ +\d\.\d\d\d$", done.stdout, re.MULTILINE)
+    assert set(json.loads(path.read_text())["tiny"]["ratio_to_raw"]) == {"raw", "service", "policy"}

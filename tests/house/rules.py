@@ -25,9 +25,10 @@ ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "policy": _SEAMS,
     "testing": _SEAMS,
     "service": _SEAMS | {"engine"},
+    "async_vllm": _SEAMS | {"service", "weights", "engine"},
     "envs": _SEAMS | {"policy"},
     "collectors": _SEAMS | {"policy", "weights", "envs"},
-    "server": _SEAMS | {"policy", "service", "engine"},
+    "server": _SEAMS | {"policy", "service", "engine", "async_vllm"},
 }
 # Third-party packages that only these layers may import.
 FENCED_PACKAGES: dict[str, frozenset[str]] = {

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from vllm import SamplingParams, TokensPrompt
@@ -52,6 +53,12 @@ def test_every_prompt_gets_its_samples_in_order(service: AsyncVLLM) -> None:
     assert batch.finish_N.tolist() == [FinishReason.LENGTH] * 48
     assert np.isfinite(batch.logprobs_T).all()
     assert not batch.failures
+
+
+def test_engines_run_at_the_priority_of_the_program(service: AsyncVLLM) -> None:
+    engines = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::")]
+    assert len(engines) >= 2
+    assert {engine.nice() for engine in engines} == {psutil.Process().nice()}
 
 
 def test_both_replicas_share_a_batch(service: AsyncVLLM) -> None:

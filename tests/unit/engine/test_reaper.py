@@ -1,10 +1,12 @@
 """What a killed owner leaves behind is cleaned up: real processes, real shared memory."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +94,78 @@ def test_the_segments_a_process_maps_are_found(family):
     assert reaper.mapped_segments(2**22 + 1) == set()
 
 
+def test_a_semaphore_is_found_although_its_maker_maps_it_under_another_name():
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"/dev/shm/sem.{lock._semlock.name.removeprefix('/')}"
+    assert Path(name).exists()
+    assert name in reaper.mapped_segments(os.getpid())
+
+
+MARKED = """
+import sys
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from rl_vllm.engine.segment_names import name_after
+name_after(int(sys.argv[1]))
+segment = SharedMemory(create=True, size=4096)
+lock = get_context("spawn").Lock()
+resource_tracker.unregister(segment._name, "shared_memory")
+resource_tracker.unregister(lock._semlock.name, "semaphore")
+print(segment._name, lock._semlock.name, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_was_made_between_two_looks_is_known_by_its_name_and_goes_even_if_mapped(family):
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MARKED, str(family.owner.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    segment, lock = (name.removeprefix("/") for name in maker.stdout.readline().split())
+    files = [Path(f"/dev/shm/{segment}"), Path(f"/dev/shm/sem.{lock}")]
+    try:
+        assert all(file.exists() for file in files)
+        # Not a descendant of the owner: the reaper cannot have seen it map anything.
+        reaper.start(family.owner.pid)
+        family.owner.kill()
+        for file in files:
+            wait_until(lambda file=file: not file.exists(), f"removed: {file}")
+        assert maker.poll() is None
+    finally:
+        maker.kill()
+        maker.communicate()
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def test_a_file_is_removed_once_the_last_process_that_maps_it_has_ended(family):
+    removal = threading.Thread(target=reaper.remove_when_unused, args=({str(family.segment)}, 60.0))
+    removal.start()
+    removal.join(0.2)
+    assert family.segment.exists()
+    reaper.kill_all(reaper.descendants(family.owner.pid))
+    removal.join(60)
+    assert not removal.is_alive()
+    assert not family.segment.exists()
+    # What stays in use is left alone in the end.
+    reaper.remove_when_unused(reaper.mapped_segments(os.getpid()), 0.0)
+
+
+def test_files_of_a_dead_engine_are_removed_by_name_with_its_owner(family):
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MARKED, str(family.owner.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    maker.stdout.readline()
+    maker.kill()
+    maker.communicate()
+    made = [name for name in reaper._segments() if reaper.owner_mark(family.owner.pid) in name]
+    assert len(made) == 2
+    assert reaper.owner_mark(family.owner.pid) != reaper.owner_mark(os.getpid())
+    reaper.start(family.owner.pid)
+    family.owner.kill()
+    for name in made:
+        wait_until(lambda name=name: not Path(name).exists(), f"removed: {name}")
+
+
 def test_after_its_owner_was_killed_no_process_and_no_segment_is_left(family):
     reaper.start(family.owner.pid)
     os.kill(family.owner.pid, signal.SIGKILL)
@@ -133,3 +207,66 @@ def test_a_reaper_for_a_process_that_has_ended_ends_at_once():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(DEADLINE_S)
     reaper.start(ended.pid)
+
+
+TWO_THREADS = """
+import subprocess, sys, threading
+over, pids = threading.Event(), {}
+def own(name, over):
+    pids[name] = subprocess.Popen([sys.executable, "-c", "print(); input()"], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE)
+    pids[name].stdout.readline()
+    over.wait()
+first = threading.Thread(target=own, args=("first", over))
+other = threading.Thread(target=own, args=("other", threading.Event()), daemon=True)
+for thread in (first, other):
+    thread.start()
+while len(pids) < 2 or first.native_id is None:
+    pass
+print(first.native_id, pids["first"].pid, pids["other"].pid, flush=True)
+sys.stdin.readline()
+over.set()
+first.join()
+print("ended", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_threads_reaper_ends_what_that_thread_started_and_nothing_else():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", TWO_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        thread, mine, other = map(int, owner.stdout.readline().split())
+        assert {pid for pid, _ in reaper.descendants(owner.pid, thread)} == {mine}
+        assert {pid for pid, _ in reaper.descendants(owner.pid)} >= {mine, other}
+        reaper.start(owner.pid, thread)
+        assert not is_gone(mine)
+        print(file=owner.stdin, flush=True)
+        assert owner.stdout.readline() == "ended\n"
+        # The owner itself goes on.
+        wait_until(lambda: is_gone(mine), f"gone: {mine}")
+        assert not is_gone(other)
+        assert owner.poll() is None
+    finally:
+        for pid, _ in reaper.descendants(owner.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        owner.kill()
+        owner.communicate()
+
+
+def test_a_threads_reaper_ends_its_children_when_the_owner_is_killed():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", TWO_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    thread, mine, other = map(int, owner.stdout.readline().split())
+    try:
+        reaper.start(owner.pid, thread)
+        owner.kill()
+        wait_until(lambda: is_gone(mine), f"gone: {mine}")
+    finally:
+        owner.communicate()
+        for pid in (mine, other):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

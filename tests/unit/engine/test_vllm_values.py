@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,23 +15,22 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from rl_vllm.config import EngineConfig
 from rl_vllm.engine.args import AsyncEngineArgs, build_engine_args, check_engine_kwarg, config_from_engine_args
 from rl_vllm.engine.columns import to_columns
 from rl_vllm.engine.params import from_vllm, to_vllm
-from rl_vllm.engine.stats import LatestStats
-from rl_vllm.engine.vllm_engine import VLLMEngine
-from rl_vllm.errors import ConfigError, EngineDiedError
+from rl_vllm.engine.prometheus import EnginePrometheus, NoPrometheus
+from rl_vllm.engine.stats import LatestStats, total
+from rl_vllm.errors import ConfigError
 from rl_vllm.service import outputs as our_outputs
 from rl_vllm.service.text import decode_samples
 from rl_vllm.testing.models import tiny_tokenizer
@@ -37,13 +38,9 @@ from rl_vllm.types import (
     CompletionBatch,
     EngineMetrics,
     FinishReason,
-    InFlight,
-    KVCache,
     PromptBatch,
-    RequestBatch,
     RequestFailure,
     SamplingConfig,
-    WeightUpdate,
 )
 
 # Settings of an engine
@@ -75,8 +72,8 @@ SETTINGS = {
 
 
 def test_every_field_of_the_config_is_in_the_table_above():
-    # The cores are no setting of vLLM's: the actor binds them.
-    assert {field.name for field in dataclasses.fields(EngineConfig)} == {*SETTINGS, "cpu_cores"}
+    # The cores are no setting of vLLM's: the actor binds them. Nor are metrics: the engine keeps them or not.
+    assert {field.name for field in dataclasses.fields(EngineConfig)} == {*SETTINGS, "cpu_cores", "prometheus"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -104,6 +101,20 @@ def test_engines_run_eagerly_on_cpus_unless_told_otherwise(on_cpu, given, expect
         build_engine_args(EngineConfig(model=MODEL, enforce_eager=given), replica=0, on_cpu=on_cpu).enforce_eager
         is expected
     )
+
+
+def test_vllm_logs_its_statistics_when_the_user_says_so():
+    quiet = build_engine_args(EngineConfig(model=MODEL), replica=0, on_cpu=True)
+    assert quiet.disable_log_stats is True
+    config = EngineConfig(model=MODEL, engine_kwargs={"disable_log_stats": False})
+    assert build_engine_args(config, replica=0, on_cpu=True).disable_log_stats is False
+
+
+def test_a_profiler_is_given_as_a_dictionary(tmp_path):
+    settings = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    config = EngineConfig(model=MODEL, engine_kwargs={"profiler_config": settings})
+    profiler = build_engine_args(config, replica=0, on_cpu=True).profiler_config
+    assert (profiler.profiler, profiler.torch_profiler_dir) == ("torch", str(tmp_path))
 
 
 def test_every_replica_has_a_seed_of_its_own():
@@ -169,7 +180,7 @@ def test_vllms_settings_become_ours_and_the_same_engine_again():
         engine_kwargs={"max_num_seqs": 12, "max_num_batched_tokens": 300},
     )
     again = build_engine_args(config, replica=0, on_cpu=False)
-    ours = {"weight_transfer_config", "worker_extension_cls", "logprobs_mode"}
+    ours = {"weight_transfer_config", "worker_extension_cls", "logprobs_mode", "disable_log_stats"}
     for field in dataclasses.fields(AsyncEngineArgs):
         if field.name not in ours:
             assert getattr(again, field.name) == getattr(theirs, field.name), field.name
@@ -238,6 +249,10 @@ def test_only_final_outputs_with_flat_logprobs_are_asked_for_and_text_only_where
     assert params.logprobs == 0
     assert not params.detokenize
     assert to_vllm(SamplingConfig(stop=("a",))).detokenize
+
+
+def test_pieces_are_cut_from_cumulative_outputs():
+    assert to_vllm(SamplingConfig(), pieces=True).output_kind is RequestOutputKind.CUMULATIVE
 
 
 def test_what_we_have_no_name_for_is_kept_and_reaches_the_engine():
@@ -478,72 +493,55 @@ def test_an_idle_engine_has_nothing_running_whatever_its_last_step_said():
     assert stats.snapshot(num_unfinished=0) == EngineMetrics(0, 0, 0.0, 0)
 
 
-# What becomes of an engine's errors
+def test_what_was_found_in_the_prefix_cache_adds_up_without_what_preempted_requests_find_again():
+    stats = LatestStats(None)
+    stats.record(SchedulerStats(prefix_cache_stats=PrefixCacheStats(queries=100, hits=64)), None)
+    stats.record(SchedulerStats(prefix_cache_stats=PrefixCacheStats(queries=30, hits=0, preempted_queries=9)), None)
+    metrics = stats.snapshot(num_unfinished=0)
+    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (130, 64)
 
 
-class StandInLLM:
-    """Raises what a test says, by request id."""
-
-    def __init__(self, errors: dict[str, Exception], *, errored: bool = False):
-        self.errors = errors
-        self.errored = errored
-
-    async def generate(self, prompt, params, request_id):
-        if request_id in self.errors:
-            raise self.errors[request_id]
-        yield output(sample([int(request_id)]))
-
-    async def collective_rpc(self, *args, **kwargs):
-        raise EngineDeadError
+def test_the_engines_of_a_data_parallel_replica_are_added_up_and_their_kv_use_is_averaged():
+    parts = [EngineMetrics(1, 2, 0.25, 10, 100, 40), EngineMetrics(3, 0, 0.75, 5, 20, 0)]
+    assert total(parts) == EngineMetrics(4, 2, 0.5, 15, 120, 40)
 
 
-def engine_over(llm: StandInLLM) -> VLLMEngine:
-    # Its constructor would start processes.
-    engine = object.__new__(VLLMEngine)
-    engine._llm = llm
-    engine._replica = 2
-    return engine
+# vLLM's own metrics
 
 
-def wrapped(cause: Exception) -> EngineGenerateError:
-    error = EngineGenerateError()
-    error.__cause__ = cause
-    return error
+def counted(metrics: PrometheusStatLogger, tokens: int) -> None:
+    made = IterationStats()
+    made.num_generation_tokens = tokens
+    metrics.record(SchedulerStats(num_running_reqs=2), made)
 
 
-async def answers(engine: VLLMEngine) -> CompletionBatch:
-    requests = RequestBatch(np.array([5, 6]), PromptBatch.from_rows([[1], [2]]), (SamplingConfig(),) * 2)
-    return CompletionBatch.concatenate([chunk async for chunk in engine.stream(requests)])
+def stat_config() -> Any:
+    """What vLLM's metrics read of a ``VllmConfig``."""
+    config = MagicMock()
+    config.model_config.served_model_name = "tiny"
+    config.model_config.max_model_len = 512
+    config.speculative_config = None
+    config.kv_transfer_config = None
+    config.ec_transfer_config = None
+    config.observability_config.custom_histogram_buckets = None
+    config.lora_config = None
+    return config
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (VLLMValidationError("prompt too long"), "VLLMValidationError: prompt too long"),
-        (wrapped(KeyError("audio")), "KeyError: 'audio'"),
-        (ValueError("bad seed"), "ValueError: bad seed"),
-    ],
-)
-async def test_what_one_request_runs_into_fails_it_alone(error, reason):
-    batch = await answers(engine_over(StandInLLM({"6": error})))
-    assert batch.numbers_N.tolist() == [5]
-    assert [(failure.number, failure.reason) for failure in batch.failures] == [(6, reason)]
+def test_two_engines_of_one_process_keep_their_metrics_apart():
+    first, second = EnginePrometheus(stat_config(), [0]), EnginePrometheus(stat_config(), [0])
+    counted(first, 5)
+    counted(second, 7)
+    for metrics, tokens in ((first, 5), (second, 7)):
+        assert f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {tokens}.0' in metrics.text()
+        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 2.0' in metrics.text()
 
 
-@pytest.mark.parametrize(
-    "llm",
-    [StandInLLM({"6": EngineDeadError()}), StandInLLM({"6": wrapped(OSError("socket"))}, errored=True)],
-    ids=["dead", "errored"],
-)
-async def test_a_dead_engine_ends_the_stream(llm):
-    with pytest.raises(EngineDiedError, match="replica 2 died"):
-        await answers(engine_over(llm))
-
-
-async def test_an_engine_that_dies_in_a_refit_is_told_from_a_refit_that_fails():
-    engine = engine_over(StandInLLM({}))
-    update = WeightUpdate(version=1, transport="shared_storage", payload={}, num_tensors=1, num_bytes=4)
-    with pytest.raises(EngineDiedError, match="replica 2 died"):
-        await engine.stage_weights(update, timeout_s=1.0)
-    with pytest.raises(EngineDiedError, match="replica 2 died"):
-        await engine.commit_weights(update, in_flight=InFlight.KEEP, kv=KVCache.RECOMPUTE)
+def test_metrics_that_nobody_asked_for_are_not_kept():
+    manager = StatLoggerManager(stat_config(), [0], [NoPrometheus], enable_default_loggers=False)
+    assert [type(each) for each in manager.stat_loggers] == [NoPrometheus]
+    manager.record(SchedulerStats(), IterationStats())
+    manager.record_sleep_state(1, 1)
+    manager.record_admission_rejection("max_num_queued_reqs")
+    manager.log_engine_initialized()
+    manager.log()

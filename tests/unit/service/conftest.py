@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rl_vllm import AsyncVLLM
 from rl_vllm.config import EngineConfig, ServiceConfig
-from rl_vllm.service import AsyncVLLM
 from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeExecutor, FakeScript
 from rl_vllm.types import CompletionBatch, PromptBatch, SamplingConfig, WeightUpdate
 

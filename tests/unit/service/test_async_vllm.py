@@ -2,10 +2,13 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rl_vllm import AsyncVLLM
+from rl_vllm.config import HealthConfig
 from rl_vllm.errors import (
     BadPromptError,
     ConfigError,
@@ -15,8 +18,7 @@ from rl_vllm.errors import (
     ServiceNotRunningError,
 )
 from rl_vllm.protocols import GenerationService
-from rl_vllm.service import AsyncVLLM
-from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeExecutor, Gate
+from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeExecutor, FakeExecutorScript, Gate
 from rl_vllm.testing.answers import FAKE_MODEL
 from rl_vllm.types import BadPrompt, FinishReason, InFlight, KVCache, SamplingConfig
 
@@ -24,8 +26,32 @@ from .conftest import TWO_TOKENS, answering, engines, first_tokens, prompts, run
 
 FOUR = prompts([5], [6], [7], [8])
 ANSWERS = [8, 9, 10, 11]
+NO_RESTARTS = HealthConfig(max_restarts=0)
 
 CALLS = {
+    "check_health()": lambda service: service.check_health(),
+    "encode()": lambda service: service.encode([5]),
+    "stream_generate()": lambda service: service.stream_generate([5]),
+    "add_request()": lambda service: service.add_request([5]),
+    "abort()": lambda service: service.abort("r"),
+    "get_num_unfinished_requests()": lambda service: service.get_num_unfinished_requests(),
+    "get_cache_usage()": lambda service: service.get_cache_usage(),
+    "get_random_actor_index()": lambda service: service.get_random_actor_index(),
+    "collective_rpc()": lambda service: service.collective_rpc("ping"),
+    "add_lora()": lambda service: service.add_lora("poet", "/poet"),
+    "list_loras()": lambda service: service.list_loras(),
+    "sleep()": lambda service: service.sleep(),
+    "wake_up()": lambda service: service.wake_up(),
+    "is_sleeping()": lambda service: service.is_sleeping(),
+    "start_profile()": lambda service: service.start_profile(),
+    "get_vllm_config()": lambda service: service.get_vllm_config(),
+    "get_tokenizer()": lambda service: service.get_tokenizer(),
+    "stats()": lambda service: service.stats(),
+    "prometheus()": lambda service: service.prometheus(),
+    "timeline()": lambda service: service.timeline(),
+    "add_replicas()": lambda service: service.add_replicas(1),
+    "remove_replica()": lambda service: service.remove_replica(0),
+    "create_load_balancer()": lambda service: service.create_load_balancer(),
     "generate()": lambda service: service.generate([5]),
     "generate_batch()": lambda service: service.generate_batch(FOUR, TWO_TOKENS),
     "model_info()": lambda service: service.model_info(),
@@ -38,6 +64,13 @@ CALLS = {
         update(1), in_flight=InFlight.KEEP, kv=KVCache.REUSE, timeout_s=1.0
     ),
 }
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -86,7 +119,9 @@ def test_a_service_that_was_never_launched_can_be_shut_down():
 def test_a_start_that_fails_stops_everything_and_tells_the_engines_reason():
     others = set(threading.enumerate())
     fakes = engines(2)
-    executor = FakeExecutor(fakes, launch_error=EngineStartError(1, "ValueError: no such model"))
+    executor = FakeExecutor(
+        fakes, script=FakeExecutorScript(launch_error=EngineStartError(1, "ValueError: no such model"))
+    )
     service = AsyncVLLM(service_config(2), executor=executor)
     with pytest.raises(EngineStartError, match="replica 1 did not start: ValueError: no such model"):
         service.start()
@@ -104,7 +139,7 @@ def test_a_start_that_is_refused_has_started_nothing():
 
 def test_a_shutdown_while_the_engines_start_ends_the_start(pool):
     gate = Gate()
-    executor = FakeExecutor(engines(1), launch_gate=gate)
+    executor = FakeExecutor(engines(1), script=FakeExecutorScript(launch_gate=gate))
     service = AsyncVLLM(service_config(1), executor=executor)
     starting = pool.submit(service.start)
     gate.wait_until_held()
@@ -123,6 +158,33 @@ def test_a_shutdown_while_a_call_runs_ends_the_call_with_an_error(pool):
         service.shutdown()
         with pytest.raises(ServiceNotRunningError, match="shut down"):
             work.result(10)
+
+
+async def test_a_service_lives_on_an_event_loop_too():
+    executor = FakeExecutor(engines(2))
+    async with AsyncVLLM(service_config(2), executor=executor) as service:
+        await service.astart()
+        assert first_tokens(await service.agenerate_batch(FOUR, TWO_TOKENS)) == ANSWERS
+        assert await service.aget_tokenizer() is None
+        assert await service.aweight_specs() == ()
+        await service.astage_weights(update(1), timeout_s=10.0)
+        await service.acommit_weights(update(1), in_flight=InFlight.KEEP, kv=KVCache.REUSE, timeout_s=10.0)
+        assert service.weight_version == 1
+    assert executor.events == ["prepare", "launch", "close", "release"]
+    with pytest.raises(ServiceNotRunningError, match="shut down"):
+        await service.astart()
+
+
+async def test_cancelling_a_start_stops_what_has_been_started():
+    gate = Gate()
+    executor = FakeExecutor(engines(1), script=FakeExecutorScript(launch_gate=gate))
+    service = AsyncVLLM(service_config(1), executor=executor)
+    starting = asyncio.create_task(service.astart())
+    await asyncio.to_thread(gate.wait_until_held)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert executor.events == ["prepare", "launch", "close", "release"]
 
 
 def test_facts_of_the_model_and_the_service():
@@ -184,10 +246,10 @@ def test_generate_without_settings_uses_vllms_defaults_and_gives_no_logprobs():
     assert with_logprobs.outputs[0].cumulative_logprob == -0.25 - 0.375
 
 
-def test_a_progress_bar_counts_samples(capsys):
+def test_a_progress_bar_counts_prompts(capsys):
     with running(*engines(1)) as service:
         service.generate([[5], [6]], SamplingConfig(n=2, max_tokens=2))
-        assert "4/4" in capsys.readouterr().err
+        assert "2/2" in capsys.readouterr().err
         service.generate([5], TWO_TOKENS, use_tqdm=False)
         assert capsys.readouterr().err == ""
 
@@ -243,7 +305,7 @@ def test_what_ended_a_response_is_told():
 
 def test_an_engine_that_dies_is_not_seen_by_the_caller():
     dying, well = FakeEngine(0, script=FakeEngineScript(dies_after=1)), FakeEngine(1)
-    with running(dying, well) as service:
+    with running(dying, well, health=NO_RESTARTS) as service:
         assert first_tokens(service.generate_batch(FOUR, TWO_TOKENS)) == ANSWERS
         metrics = service.metrics()
     assert metrics[0] is None
@@ -252,7 +314,7 @@ def test_an_engine_that_dies_is_not_seen_by_the_caller():
 
 def test_metrics_find_a_replica_that_died_idle():
     one, two = engines(2)
-    with running(one, two) as service:
+    with running(one, two, health=NO_RESTARTS) as service:
         one.kill("out of memory")
         assert [metrics is None for metrics in service.metrics()] == [True, False]
         assert first_tokens(service.generate_batch(FOUR, TWO_TOKENS)) == ANSWERS
@@ -301,7 +363,7 @@ def test_other_calls_have_the_configured_deadline():
         async def metrics(self):
             await Gate().passed()
 
-    with running(Deaf(0), rpc_timeout_s=0.02) as service, pytest.raises(DeadlineError, match="waiting for metrics"):
+    with running(Deaf(0), rpc_timeout_s=0.02) as service, pytest.raises(DeadlineError, match="waiting for replica 0"):
         service.metrics()
 
 
@@ -334,16 +396,3 @@ def test_launch_takes_a_config_and_an_executor():
         assert first_tokens(service.generate_batch(FOUR, TWO_TOKENS)) == ANSWERS
     finally:
         service.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_devices": 2, "tensor_parallel_size": 4}, "num_devices=2 contradicts tensor_parallel_size=4"),
-        ({"compile": True, "enforce_eager": True}, "compile and enforce_eager say the same thing"),
-        ({"dtype": "int3"}, "dtype must be one of"),
-    ],
-)
-def test_from_pretrained_refuses_contradictions_before_anything_starts(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        AsyncVLLM.from_pretrained("fake", **arguments)

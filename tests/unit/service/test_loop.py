@@ -11,6 +11,7 @@ import pytest
 
 from rl_vllm.errors import DeadlineError, ServiceNotRunningError
 from rl_vllm.service.loop import LoopThread
+from rl_vllm.service.outbox import Outbox
 
 
 @pytest.fixture
@@ -133,3 +134,91 @@ def test_a_fork_is_refused_instead_of_waiting_for_ever(loop, monkeypatch):
     monkeypatch.setattr("rl_vllm.service.loop.os.getpid", lambda: owner + 1)
     with pytest.raises(ServiceNotRunningError, match=f"running in process {owner}, of which this one is a fork"):
         loop.run(answer, timeout_s=10, waited_for="an answer")
+
+
+# From other event loops
+
+
+async def test_work_is_awaited_from_any_event_loop_and_runs_on_this_one(loop):
+    async def name():
+        return threading.current_thread().name
+
+    async def nested():
+        # Already there: no hop, and no deadlock.
+        return await loop.await_from_anywhere(name, timeout_s=10, waited_for="a name")
+
+    assert await loop.await_from_anywhere(name, timeout_s=10, waited_for="a name") == "test-loop"
+    assert await loop.await_from_anywhere(nested, timeout_s=10, waited_for="a name") == "test-loop"
+
+
+async def test_cancelling_whoever_awaits_cancels_the_work(loop):
+    work = Work()
+    task = asyncio.create_task(loop.await_from_anywhere(work, timeout_s=60, waited_for="nothing"))
+    await asyncio.to_thread(work.started.wait, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(work.cleaned_up.wait, 60)
+
+
+async def test_a_deadline_passes_for_whoever_awaits_after_the_work_has_cleaned_up(loop):
+    work = Work()
+    with pytest.raises(DeadlineError, match=r"0\.01 s waiting for 3 prompts"):
+        await loop.await_from_anywhere(work, timeout_s=0.01, waited_for="3 prompts")
+    assert work.cleaned_up.is_set()
+
+
+async def test_closing_the_loop_ends_the_wait_of_another_one():
+    loop = LoopThread("test-loop")
+    work = Work()
+    task = asyncio.create_task(loop.await_from_anywhere(work, timeout_s=60, waited_for="nothing"))
+    await asyncio.to_thread(work.started.wait, 60)
+    await asyncio.to_thread(loop.close)
+    with pytest.raises(CancelledError):
+        await task
+    with pytest.raises(CancelledError):
+        await loop.await_from_anywhere(work, timeout_s=1, waited_for="nothing")
+
+
+def test_a_blocking_call_on_the_loops_own_thread_is_refused(loop):
+    async def fail():
+        loop.run(Work(), timeout_s=1, waited_for="itself")
+
+    with pytest.raises(RuntimeError, match="itself: a blocking call on the service's own loop would wait for itself"):
+        loop.run(fail, timeout_s=10, waited_for="a refusal")
+
+
+def test_a_finaliser_may_submit_in_the_middle_of_a_submit(loop):
+    done = threading.Event()
+
+    async def note():
+        done.set()
+
+    # As a garbage collection would, that starts while the lock is held.
+    with loop._lock:
+        loop.submit(note())
+    assert done.wait(60)
+
+
+def test_an_outbox_keeps_the_order_and_ends_with_its_error():
+    box = Outbox()
+    waiting = box.ready()
+    assert not waiting.done()
+    box.put(1)
+    assert waiting.done()
+    box.put(2)
+    box.end(KeyError("lost"))
+    assert box.ready().done()
+    assert [box.take(), box.take()] == [1, 2]
+    with pytest.raises(KeyError, match="lost"):
+        box.take()
+    # The error is told once; after it there is nothing.
+    assert box.take() is None
+
+
+def test_a_reader_that_gave_up_waiting_loses_nothing():
+    box = Outbox()
+    box.ready().cancel()
+    box.put(1)
+    assert box.ready().done()
+    assert box.take() == 1

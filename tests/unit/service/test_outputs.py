@@ -2,9 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
-from rl_vllm.service.outputs import Logprob, to_request_outputs
-from rl_vllm.types import CompletionBatch, FinishReason, RequestFailure, WeightVersionSpan
+from rl_vllm.service.outputs import (
+    Logprob,
+    OutputOptions,
+    end_samples,
+    join_pieces,
+    to_pooling_outputs,
+    to_request_outputs,
+)
+from rl_vllm.testing.answers import pieces
+from rl_vllm.types import CompletionBatch, EmbeddingBatch, FinishReason, RequestFailure, WeightVersionSpan
 
 from .conftest import prompts
 
@@ -29,7 +38,8 @@ def columns(**changes) -> CompletionBatch:
 
 
 def outputs(batch: CompletionBatch, *, with_logprobs=True):
-    return to_request_outputs(PROMPTS, ("five six", None, None), batch, ["a", "b", "c"], with_logprobs=with_logprobs)
+    options = OutputOptions(("five six", None, None), (with_logprobs,) * 3, ("poet", None, None))
+    return to_request_outputs(PROMPTS, batch, ["a", "b", "c"], options)
 
 
 def test_there_is_one_output_per_prompt_with_all_its_samples():
@@ -47,6 +57,7 @@ def test_facts_of_the_prompt_are_kept():
     assert (last.request_id, last.prompt, last.prompt_token_ids) == ("2", None, [8, 9])
     assert [output.num_cached_tokens for output in (first, failed, last)] == [1, 0, 0]
     assert [output.error for output in (first, failed, last)] == [None, "refused", None]
+    assert [output.lora_request for output in (first, failed, last)] == ["poet", None, None]
     assert all(output.finished for output in (first, failed, last))
 
 
@@ -94,3 +105,81 @@ def test_an_unknown_prompt_logprob_is_none_and_never_zero():
     assert failed.prompt_logprobs is None
     assert last.prompt_logprobs == [None, {9: Logprob(-6.0)}]
     assert outputs(columns())[0].prompt_logprobs is None
+
+
+def test_logprobs_are_shown_for_the_prompts_that_asked_alone():
+    options = OutputOptions((None,) * 3, (False, False, True), (None,) * 3)
+    first, _, last = to_request_outputs(PROMPTS, columns(), ["a", "b", "c"], options)
+    assert first.outputs[0].logprobs is None
+    assert last.outputs[0].cumulative_logprob == -14.0
+
+
+def test_a_vector_is_a_tensor_and_a_list_and_a_prompt_without_one_says_why():
+    batch = EmbeddingBatch(
+        np.array([2, 0]), np.array([[1, 2], [3, 4]], np.float32), failures=(RequestFailure(1, "refused"),)
+    )
+    first, failed, last = to_pooling_outputs(PROMPTS, (None, "seven", None), batch)
+    assert first.outputs.data.dtype == torch.float32
+    assert first.outputs.embedding == [3.0, 4.0]
+    assert last.outputs.embedding == [1.0, 2.0]
+    assert last.outputs.hidden_size == 2
+    assert (failed.outputs, failed.error, failed.prompt) == (None, "refused", "seven")
+    assert [output.prompt_token_ids for output in (first, failed, last)] == [[5, 6], [7], [8, 9]]
+
+
+# Pieces
+
+
+def assert_equal_columns(one: CompletionBatch, other: CompletionBatch) -> None:
+    for name in (
+        "numbers_N",
+        "samples_N",
+        "offsets_N1",
+        "tokens_T",
+        "logprobs_T",
+        "versions_T",
+        "finish_N",
+        "cached_N",
+    ):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+    assert one.stops_N == other.stops_N
+    assert one.top_logprobs == other.top_logprobs
+    assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    for left, right in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+TOP = (({11: -0.5, 40: -0.75}, {12: -0.25}), ({13: -1.0},), ({14: -2.0}, {15: -4.0}, {2: -8.0}))
+PROMPT_LOGPROBS = tuple(np.array(row, np.float32) for row in ([np.nan, -3], [np.nan, -3], [np.nan, -6]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_logprobs": TOP}, {"prompt_logprobs": PROMPT_LOGPROBS}], ids=list)
+def test_pieces_joined_are_the_whole_in_whatever_order_samples_go_on(changes):
+    whole = columns(failures=(), **changes)
+    parts = list(pieces(whole))
+    assert len(parts) == 3
+    assert_equal_columns(join_pieces(parts), whole)
+    # One sample after the other.
+    apart = [part.take(np.array([index])) for part in parts for index in range(len(part))]
+    apart.sort(key=lambda part: (-int(part.numbers_N[0]), -int(part.samples_N[0])))
+    assert_equal_columns(join_pieces(apart), whole)
+
+
+def test_no_pieces_are_an_empty_batch():
+    assert len(join_pieces([])) == 0
+
+
+def test_samples_that_have_not_ended_are_ended_without_tokens():
+    one_ended = columns(
+        numbers_N=np.array([0, 0, 0]),
+        samples_N=np.array([0, 1, 2], np.int32),
+        finish_N=np.array([FinishReason.UNFINISHED, FinishReason.STOP, FinishReason.UNFINISHED], np.int8),
+        failures=(),
+    )
+    rest = end_samples(one_ended, 4, FinishReason.ABORT)
+    assert rest.samples_N.tolist() == [0, 2, 3]
+    joined = join_pieces([one_ended, rest])
+    assert joined.samples_N.tolist() == [0, 1, 2, 3]
+    assert joined.finish_N.tolist() == [FinishReason.ABORT, FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT]
+    assert joined.lengths_N.tolist() == [2, 1, 3, 0]
+    assert joined.tokens_T.tolist() == one_ended.tokens_T.tolist()

@@ -1,16 +1,23 @@
 """What a refit, and a refit that fails, makes of the replicas and of the requests they hold."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from rl_vllm import AsyncVLLM
+from rl_vllm.config import HealthConfig
 from rl_vllm.errors import DeadlineError, EngineDiedError, NoReplicaServesError, RefitError
-from rl_vllm.service import AsyncVLLM
+from rl_vllm.service.router import Router
 from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeScript, Gate
-from rl_vllm.types import FinishReason, InFlight, KVCache, TensorSpec
+from rl_vllm.types import FinishReason, InFlight, KVCache, ReplicaState, TensorSpec
 
 from .conftest import TWO_TOKENS, answering, engines, first_tokens, prompts, running, update
+from .fleet import Fleet, until
 
+# What is dead stays dead, so that what a refit makes of it can be seen.
+FOR_GOOD = HealthConfig(max_restarts=0)
 FOUR = prompts([5], [6], [7], [8])
 ANSWERS = [8, 9, 10, 11]
 
@@ -242,7 +249,7 @@ def test_a_replica_still_committing_keeps_the_old_version_in_force(pool):
 
 def test_a_dead_replica_is_left_out_of_refits():
     well, dying = FakeEngine(0), FakeEngine(1, script=FakeEngineScript(dies_after=0))
-    with running(well, dying) as service:
+    with running(well, dying, health=FOR_GOOD) as service:
         service.generate_batch(FOUR, TWO_TOKENS)
         assert [report.version for report in refit(service, 1)] == [1]
         assert service.weight_version == 1
@@ -251,7 +258,7 @@ def test_a_dead_replica_is_left_out_of_refits():
 
 def test_a_replica_found_dead_in_stage_fails_that_refit_and_not_the_next():
     well, dead = FakeEngine(0), FakeEngine(1)
-    with running(well, dead) as service:
+    with running(well, dead, health=FOR_GOOD) as service:
         dead.kill("out of memory")
         with pytest.raises(RefitError, match="out of memory") as raised:
             stage(service, 1)
@@ -262,7 +269,7 @@ def test_a_replica_found_dead_in_stage_fails_that_refit_and_not_the_next():
 
 def test_a_stale_replica_that_dies_is_left_out_of_the_refit_after_the_one_that_finds_it():
     well, failing = FakeEngine(0), FakeEngine(1, script=answering(commit_error=OSError("fire")))
-    with running(well, failing) as service:
+    with running(well, failing, health=FOR_GOOD) as service:
         stage(service, 1)
         with pytest.raises(RefitError):
             commit(service, 1)
@@ -276,7 +283,7 @@ def test_a_stale_replica_that_dies_is_left_out_of_the_refit_after_the_one_that_f
 def test_a_replica_that_dies_in_commit_is_dead_and_the_others_serve_the_update():
     well = FakeEngine(0)
     dying = FakeEngine(1, script=answering(commit_error=EngineDiedError(1, "worker lost")))
-    with running(well, dying) as service:
+    with running(well, dying, health=FOR_GOOD) as service:
         stage(service, 1)
         with pytest.raises(RefitError, match="worker lost"):
             commit(service, 1)
@@ -286,7 +293,7 @@ def test_a_replica_that_dies_in_commit_is_dead_and_the_others_serve_the_update()
 
 def test_with_every_replica_dead_a_refit_says_so():
     fakes = engines(2, dies_after=0)
-    with running(*fakes) as service:
+    with running(*fakes, health=FOR_GOOD) as service:
         with pytest.raises(NoReplicaServesError):
             service.generate_batch(FOUR, TWO_TOKENS)
         with pytest.raises(RefitError, match="no replica is alive") as raised:
@@ -333,3 +340,112 @@ def test_the_services_own_deadline_covers_a_replica_that_ignores_its_own():
     with running(Deaf(0)) as service, pytest.raises(RefitError) as raised:
         stage(service, 1, timeout_s=0.05)
     assert isinstance(raised.value.__cause__, DeadlineError)
+
+
+# What the service remembers of a refit
+
+
+class Remembering(Router):
+    """Counts how often it was told that cached prefixes are gone."""
+
+    num_forgotten = 0
+
+    def forget_prefixes(self) -> None:
+        self.num_forgotten += 1
+
+
+async def test_the_router_forgets_prefixes_when_a_commit_reset_the_cache_and_only_then():
+    async with Fleet(*engines(2)) as fleet:
+        router = fleet.weights.router = Remembering(fleet.config.routing, block_size=16)
+        await fleet.refit(1)
+        assert router.num_forgotten == 1
+        await fleet.stage(2)
+        await fleet.weights.commit(update(2), in_flight=InFlight.KEEP, kv=KVCache.REUSE, timeout_s=60.0)
+        assert router.num_forgotten == 1
+
+
+async def test_refits_are_counted_by_how_they_ended():
+    failing = FakeEngine(1, script=answering(commit_error=OSError("fire")))
+    async with Fleet(FakeEngine(0), failing) as fleet:
+        await fleet.stage(1)
+        with pytest.raises(RefitError):
+            await fleet.commit(1)
+        failing.script = answering(stage_error=OSError("fire"))
+        with pytest.raises(RefitError):
+            await fleet.stage(2)
+        failing.script = FakeEngineScript()
+        await fleet.refit(3)
+        assert (fleet.counters.refits, fleet.counters.refits_failed) == (1, 2)
+
+
+async def test_what_is_remembered_is_what_serving_replicas_have():
+    failing = FakeEngine(1)
+    async with Fleet(FakeEngine(0), failing) as fleet:
+        assert fleet.weights.committed is None
+        await fleet.refit(1)
+        await fleet.stage(2)
+        # Staged is not committed.
+        assert fleet.weights.committed == update(1)
+        failing.script = answering(commit_error=OSError("fire"))
+        with pytest.raises(RefitError):
+            await fleet.commit(2)
+        assert fleet.weights.committed == update(2)
+
+
+async def test_a_commit_that_fails_everywhere_leaves_the_last_good_update_for_restarts():
+    fakes = engines(2)
+    async with Fleet(*fakes) as fleet:
+        await fleet.refit(1)
+        for fake in fakes:
+            fake.script = answering(commit_error=OSError("fire"))
+        await fleet.stage(2)
+        with pytest.raises(RefitError):
+            await fleet.commit(2)
+        assert fleet.states == [ReplicaState.STALE] * 2
+        fakes[1].kill("out of memory")
+        await fleet.until_state(1, ReplicaState.HEALTHY)
+        assert fleet.engine(1).committed == [update(1)]
+        assert fleet.replicas.version == 1
+
+
+async def test_a_replica_that_dies_and_returns_during_a_commit_is_judged_by_its_new_engine(caplog):
+    gate = Gate()
+
+    class DiesInCommit(FakeEngine):
+        async def commit_weights(self, update, *, in_flight, kv):
+            self.kill("out of memory")
+            await gate.passed()
+            await self.check_health()
+
+    slow, answers = Gate(), Gate()
+    well = FakeEngine(0, script=FakeEngineScript(commit_gate=slow))
+    async with Fleet(well, DiesInCommit(1, script=FakeEngineScript(gate=lambda _: answers))) as fleet:
+        work = asyncio.create_task(fleet.generate(FOUR))
+        await asyncio.to_thread(answers.wait_until_held, 2, timeout_s=60.0)
+        await fleet.stage(1)
+        committing = asyncio.create_task(fleet.commit(1))
+        await asyncio.to_thread(gate.wait_until_held, 1, timeout_s=60.0)
+        # Its stream told of the death; it has started again, and waits for the commit to end.
+        await until(lambda: not isinstance(fleet.replicas.by_index(1).engine, DiesInCommit))
+        assert fleet.states[1] is ReplicaState.RESTARTING
+        gate.open()
+        slow.open()
+        with pytest.raises(RefitError, match="out of memory"):
+            await committing
+        await fleet.until_state(1, ReplicaState.HEALTHY)
+        assert fleet.counters.deaths == 1
+        assert fleet.engine(1).committed == [update(1)]
+        assert first_tokens((await work).sorted_rows()) == ANSWERS
+    assert not [record for record in caplog.records if "-> stale" in record.getMessage()]
+
+
+async def test_a_restored_engine_that_reports_another_version_does_not_serve():
+    class Odd(FakeEngine):
+        async def commit_weights(self, update, *, in_flight, kv):
+            return replace(await super().commit_weights(update, in_flight=in_flight, kv=kv), version=99)
+
+    async with Fleet(*engines(2), make=Odd) as fleet:
+        await fleet.refit(1)
+        fleet.engine(1).kill("out of memory")
+        replica = await fleet.until_state(1, ReplicaState.STALE)
+        assert "it reports version 99" in replica.reason

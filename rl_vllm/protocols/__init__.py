@@ -1,0 +1,10 @@
+"""The seams: what the layers know of each other.
+
+Policy and weights see only this package, so both run against the fakes in :mod:`rl_vllm.testing`.
+"""
+
+from rl_vllm.protocols.engine import Engine
+from rl_vllm.protocols.service import GenerationService
+from rl_vllm.protocols.weights import WeightSource, WeightTransport
+
+__all__ = ["Engine", "GenerationService", "WeightSource", "WeightTransport"]

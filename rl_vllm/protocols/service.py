@@ -1,0 +1,81 @@
+"""What policy and weights know of the service."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rl_vllm.types import (
+    BadPrompt,
+    CommitReport,
+    CompletionBatch,
+    InFlight,
+    KVCache,
+    ModelInfo,
+    PromptBatch,
+    SamplingConfig,
+    TensorSpec,
+    WeightUpdate,
+)
+
+
+class GenerationService(Protocol):
+    """All replicas behind one front. Methods block, and may be called from any thread."""
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def weight_version(self) -> int:
+        """The newest version that was committed on every serving replica; 0 for the weights loaded at launch."""
+        ...
+
+    def model_info(self) -> ModelInfo: ...
+
+    def generate_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig,
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+    ) -> CompletionBatch:
+        """Answer a batch: samples ordered by prompt row, then by sample; ``numbers_N`` holds rows.
+
+        Args:
+            prompts: B prompts; an empty batch returns at once.
+            sampling: Used by every row. ``max_tokens`` is clamped to what each row's context leaves.
+            timeout_s: Limit for the whole batch, or None for the configured one; on expiry everything is aborted.
+            on_bad_prompt: ``RAISE`` refuses the batch before anything is sent; ``MARK`` lists the row in ``failures``.
+
+        Raises:
+            BadPromptError: A prompt is empty, too long or out of the vocabulary, with ``on_bad_prompt=RAISE``.
+            GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
+            DeadlineError: ``timeout_s`` passed.
+            NoReplicaServesError: Fewer replicas serve, or are on their way, than the floor.
+            ServiceOverloadedError: Too many requests are outstanding and the service was configured to refuse.
+            ServiceAsleepError: The engines sleep, or have woken without weights.
+            ServiceNotRunningError: Before launch or after shutdown.
+        """
+        ...
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors a trainer must send; cached after the first call."""
+        ...
+
+    def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
+        """Stage on every replica; on failure every replica keeps its weights.
+
+        Raises:
+            RefitError: Names the replicas that failed and the first one's reason.
+        """
+        ...
+
+    def commit_weights(
+        self, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache, timeout_s: float
+    ) -> tuple[CommitReport, ...]:
+        """Commit on every replica; a replica that fails serves nothing until a refit completes on it.
+
+        Raises:
+            RefitError: Names the replicas that failed and the first one's reason.
+        """
+        ...

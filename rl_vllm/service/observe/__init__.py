@@ -1,0 +1,1 @@
+"""What a person sees of a running service: state, samples, metrics, progress."""
