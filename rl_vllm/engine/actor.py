@@ -12,8 +12,8 @@ from rl_vllm.config import EngineConfig
 from rl_vllm.engine import reaper
 from rl_vllm.engine.cpu_cores import CoreLease
 from rl_vllm.engine.plugin import DIE_WITH_PARENT
-from rl_vllm.engine.start_error import OutputMark, root_cause
-from rl_vllm.errors import EngineStartError, RLVLLMError
+from rl_vllm.engine.start_error import OutputMark, start_error
+from rl_vllm.errors import EngineStartError
 from rl_vllm.types import (
     CommitReport,
     CompletionBatch,
@@ -65,13 +65,8 @@ class EngineActor:
 
             self._engine = VLLMEngine(self._config, replica=self._replica, on_cpu=self._on_cpu)
             await self._engine.start()
-        except RLVLLMError as error:
-            raise EngineStartError(self._replica, str(error)) from error
         except Exception as error:
-            reason = root_cause(error, mark.printed_since())
-            if self._on_cpu and "gpu_memory_utilization" in reason:
-                reason += f" Here that is EngineConfig.cpu_kv_cache_gib, now {self._config.cpu_kv_cache_gib:g}."
-            raise EngineStartError(self._replica, reason) from error
+            raise start_error(error, mark, self._config, self._replica, on_cpu=self._on_cpu) from error
         return await self._engine.model_info()
 
     def _set_environment(self) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rl_vllm.config import EngineConfig
+from rl_vllm.errors import EngineStartError, RLVLLMError
+
 _EXCEPTION = re.compile(r"^(?:\(.*?\)\s*)?(?:ERROR .*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Killed))\s*: (.+)$")
 # What a parent process says of a child's failure; never the cause.
 _HEARSAY = ("root cause", "See stack trace", "initialization failed due to an exception in a background process")
@@ -50,3 +53,15 @@ def root_cause(error: BaseException, printed: str) -> str:
             return f"{match[1].rpartition('.')[2]}: {match[2].strip()}"
     tail = [line for line in printed.splitlines() if line.strip()][-5:]
     return own + (". Last lines printed: " + " | ".join(tail) if tail else "")
+
+
+def start_error(
+    error: Exception, mark: OutputMark, config: EngineConfig, replica: int, *, on_cpu: bool
+) -> EngineStartError:
+    """What to raise for an engine that did not start, with the reason and our name of the setting it blames."""
+    if isinstance(error, RLVLLMError):
+        return EngineStartError(replica, str(error))
+    reason = root_cause(error, mark.printed_since())
+    if on_cpu and "gpu_memory_utilization" in reason:
+        reason += f" Here that is EngineConfig.cpu_kv_cache_gib, now {config.cpu_kv_cache_gib:g}."
+    return EngineStartError(replica, reason)
