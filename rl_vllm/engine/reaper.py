@@ -55,14 +55,21 @@ def owner_mark(pid: int, thread: int | None = None) -> str | None:
 def descendants(pid: int, thread: int | None = None) -> set[Process]:
     """Living children of ``pid``, or only those that one of its threads started, their children, and so on."""
     found: set[Process] = set()
-    for task in Path(f"/proc/{pid}/task").glob(f"{thread or '*'}/children"):
+    for task in [str(thread)] if thread is not None else _threads(pid):
         with suppress(OSError):
-            for child in map(int, task.read_text().split()):
+            for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
                 began = start_time(child)
                 if began is not None:
                     found.add((child, began))
                     found |= descendants(child)
     return found
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
 
 
 def mapped_segments(pid: int) -> set[str]:
@@ -126,6 +133,8 @@ def watch(pid: int, thread: int | None, on_first_look: Callable[[], None]) -> No
     except ProcessLookupError:
         return
     mark = owner_mark(pid, thread)
+    # An owner that starts its own reaper has this process among its descendants until that is detached.
+    itself = {(os.getpid(), start_time(os.getpid()) or "")}
     seen: set[Process] = set()
     segments: set[str] = set()
     poller = select.poll()
@@ -145,7 +154,7 @@ def watch(pid: int, thread: int | None, on_first_look: Callable[[], None]) -> No
                 segments |= mapped_segments(child)
         if thread is None:
             segments |= mapped_segments(pid)
-        seen = {(child, began) for child, began in seen if start_time(child) == began}
+        seen = {(child, began) for child, began in seen - itself if start_time(child) == began}
         segments = {name for name in segments if Path(name).exists()}
         if first:
             on_first_look()

@@ -194,6 +194,31 @@ def test_a_segment_that_an_unrelated_process_maps_stays(family):
     reaper.remove_unused(seen)
 
 
+OWN_REAPER = """
+import os, sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from rl_vllm.engine import reaper, segment_names
+reaper.start(os.getpid())
+segment_names.name_after(os.getpid())
+segment = SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print(segment._name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_owner_that_started_its_own_reaper_is_cleaned_up_after():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWN_REAPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    segment = Path("/dev/shm") / owner.stdout.readline().strip().lstrip("/")
+    assert segment.exists()
+    owner.kill()
+    owner.communicate()
+    wait_until(lambda: not segment.exists(), f"removed: {segment}")
+
+
 def test_a_process_with_a_reused_number_is_not_killed(family):
     (_, pid) = family.descendants
     began = reaper.start_time(pid)
