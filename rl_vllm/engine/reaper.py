@@ -67,7 +67,7 @@ def descendants(pid: int, thread: int | None = None) -> set[Process]:
 
 def _threads(pid: int) -> list[str]:
     try:
-        return os.listdir(f"/proc/{pid}/task")
+        return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return []
 

@@ -133,8 +133,9 @@ class Router:
         else:
             chosen_B = assign_least_outstanding(costs_B, loads_R, first=self._turn)
             self._count(np.full(len(rows), Cause.LOAD), is_turn=False)
-        counted = np.bincount(chosen_B, minlength=len(snapshot)).tolist()
-        for index, count in zip(snapshot.indices_R.tolist(), counted, strict=True):
+        counted_R = np.bincount(chosen_B, minlength=len(snapshot))
+        given = np.flatnonzero(counted_R)
+        for index, count in zip(snapshot.indices_R[given].tolist(), counted_R[given].tolist(), strict=True):
             self._per_replica[index] = self._per_replica.get(index, 0) + count
         return chosen_B
 

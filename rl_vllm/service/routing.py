@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +93,10 @@ class Chooser(Protocol):
         """The next replica, its load grown by ``cost``."""
         ...
 
+    def take_each(self, costs: list[int]) -> list[int]:
+        """As :meth:`take`, for one cost after the other."""
+        ...
+
 
 class LeastLoaded:
     """Gives the replica with the lowest load, again and again, while loads grow.
@@ -124,6 +129,21 @@ class LeastLoaded:
             # It has grown by another hand since it was put here.
             heapq.heapreplace(heap, load * count + order)
 
+    def take_each(self, costs: list[int]) -> list[int]:
+        """As :meth:`take`, for one cost after the other; a whole batch pays for one call."""
+        count, loads, replicas, replace = len(self._loads), self._loads, self._replicas, heapq.heapreplace
+        # Nobody else grows a load meanwhile: entries are put right once, and none is looked at twice.
+        heap = self._heap = [loads[replica] * count + order for order, replica in enumerate(replicas)]
+        heapq.heapify(heap)
+        orders = []
+        for cost in costs:
+            entry = heap[0]
+            replace(heap, entry + cost * count)
+            orders.append(entry % count)
+        for order, cost in zip(orders, costs, strict=True):
+            loads[replicas[order]] += cost
+        return [replicas[order] for order in orders]
+
 
 class Turns:
     """Gives the replicas in turn, whatever their load."""
@@ -137,6 +157,10 @@ class Turns:
         self.next += 1
         self._loads[replica] += cost
         return replica
+
+    def take_each(self, costs: list[int]) -> list[int]:
+        """As :meth:`take`, for one cost after the other."""
+        return [self.take(cost) for cost in costs]
 
 
 def place(
@@ -158,9 +182,8 @@ def place(
     Returns:
         Positions of the replicas, int64 [B], and :class:`Cause` numbers, int64 [B].
     """
-    costs = costs_B.tolist()
-    chosen_B = np.empty(len(costs), np.int64)
-    causes_B = np.zeros(len(costs), np.int64)
+    chosen_B = np.empty(len(costs_B), np.int64)
+    causes_B = np.zeros(len(costs_B), np.int64)
     is_known_B = (found.sessions_B >= 0) | (found.holders_BH >= 0).any(axis=1)
     is_bound_B = is_known_B | (found.keys_B != 0)
     bound = np.flatnonzero(is_bound_B)
@@ -168,8 +191,7 @@ def place(
         order = bound[np.lexsort((found.keys_B[bound], ~is_known_B[bound]))]
         chosen_B[order], causes_B[order] = _place_bound(found, order, costs_B, loads, limits, chooser, saved_weight)
     free = np.flatnonzero(~is_bound_B)
-    take = chooser.take
-    chosen_B[free] = [take(costs[row]) for row in free.tolist()]
+    chosen_B[free] = chooser.take_each(costs_B[free].tolist())
     return chosen_B, causes_B
 
 
@@ -181,8 +203,8 @@ def _place_bound(
     limits: Limits,
     chooser: Chooser,
     saved_weight: float,
-) -> tuple[list[int], list[int]]:
-    """Place the rows of ``order`` one after the other; both lists are in that order."""
+) -> tuple[Int64, Int64]:
+    """Place the rows of ``order`` one after the other; replicas and causes are in that order."""
     rooms = [
         (limits.worth(saved_B[order] * saved_weight) - costs_B[order]).tolist()
         for saved_B in (found.session_saved_B, found.shared_B, found.held_B)
@@ -190,42 +212,52 @@ def _place_bound(
     columns = (
         found.keys_B[order].tolist(),
         found.follows_B[order].tolist(),
-        found.holders_BH[order].tolist(),
+        _only_holders(found.holders_BH[order]),
         found.sessions_B[order].tolist(),
         costs_B[order].tolist(),
         *rooms,
     )
-    chosen: list[int] = []
-    causes: list[int] = []
+    # Replica and cause in one number: a list grows by one entry for each prompt, not two.
+    codes: list[int] = []
     # Plain numbers: members of an enumeration are several times slower in a loop and in numpy.
     for_load, for_prefix, for_session, for_moved = map(int, Cause)
+    num_causes = len(Cause)
     last_key = 0
     target = -1
     for key, follows, holders, session, cost, session_room, shared_room, held_room in zip(*columns, strict=True):
         if key != last_key or key == 0:
             last_key, target = key, -1
         if session >= 0 and loads[session] <= session_room:
-            replica, cause = session, for_session
-            loads[replica] += cost
+            target, cause = session, for_session
+            loads[target] += cost
         elif follows and target >= 0 and loads[target] <= shared_room:
-            replica, cause = target, for_prefix
-            loads[replica] += cost
+            cause = for_prefix
+            loads[target] += cost
         else:
-            replica = target
             for holder in holders:
                 # Of equals the last: it learned the prefix last.
-                if holder >= 0 and (replica < 0 or loads[holder] <= loads[replica]):
-                    replica = holder
-            if replica >= 0 and loads[replica] <= held_room:
+                if target < 0 or loads[holder] <= loads[target]:
+                    target = holder
+            if target >= 0 and loads[target] <= held_room:
                 cause = for_prefix
-                loads[replica] += cost
+                loads[target] += cost
             else:
-                cause = for_load if replica < 0 and session < 0 else for_moved
-                replica = chooser.take(cost)
-        target = replica
-        chosen.append(replica)
-        causes.append(cause)
-    return chosen, causes
+                cause = for_load if target < 0 and session < 0 else for_moved
+                target = chooser.take(cost)
+        codes.append(target * num_causes + cause)
+    chosen_M, causes_M = np.divmod(np.array(codes, np.int64), num_causes)
+    return chosen_M, causes_M
+
+
+def _only_holders(holders_MH: Int64) -> list[Sequence[int]]:
+    """The holders in each row without the places that have none; most rows have one or none."""
+    is_there_MH = holders_MH >= 0
+    last_M = holders_MH.max(axis=1, initial=-1)
+    ready: list[Sequence[int]] = [(), *((position,) for position in range(int(last_M.max(initial=-1)) + 1))]
+    holders_M = [ready[last + 1] for last in last_M.tolist()]
+    for row in np.flatnonzero(np.count_nonzero(is_there_MH, axis=1) > 1).tolist():
+        holders_M[row] = holders_MH[row][is_there_MH[row]].tolist()
+    return holders_M
 
 
 def assign_least_outstanding(cost_B: Int64, load_R: Int64, *, first: int) -> Int64:
@@ -239,8 +271,7 @@ def assign_least_outstanding(cost_B: Int64, load_R: Int64, *, first: int) -> Int
     Returns:
         int64 [B], positions in ``load_R``. Cost O(B log R).
     """
-    take = LeastLoaded(load_R.tolist(), first=first).take
-    return np.array([take(cost) for cost in cost_B.tolist()], np.int64)
+    return np.array(LeastLoaded(load_R.tolist(), first=first).take_each(cost_B.tolist()), np.int64)
 
 
 def kv_loads(kv_usage_R: Float64, tokens_R: Int64, sampled_tokens_R: Int64) -> Int64 | None:
