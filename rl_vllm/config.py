@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_vllm.errors import ConfigError
-from rl_vllm.types import InFlight, KVCache, Overload
+from rl_vllm.types import InFlight, KVCache, Overload, Verify
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
@@ -224,6 +224,11 @@ class RefitConfig:
         stage_timeout_s: Limit for the bytes to be ready everywhere, in seconds.
         commit_timeout_s: Limit for every replica to serve the new version, in seconds.
         keep_versions: Staged versions kept for late replicas.
+        verify: How a refit is proven.
+        probe_prompts: Token ids that trainer and replicas score with ``Verify.LOGPROBS``, each row at least two; None
+            means 4 rows of 24 random ids, the same at every refit.
+        max_logprob_difference: Largest difference of one token's logprob that passes, in nats; None means 1e-3 for an
+            engine whose weights are float32, else 0.05.
     """
 
     in_flight: InFlight = InFlight.KEEP
@@ -231,6 +236,9 @@ class RefitConfig:
     stage_timeout_s: float = 600.0
     commit_timeout_s: float = 600.0
     keep_versions: int = 2
+    verify: Verify = Verify.CHECKSUM
+    probe_prompts: tuple[tuple[int, ...], ...] | None = None
+    max_logprob_difference: float | None = None
 
     def __post_init__(self) -> None:
         require_member("in_flight", self.in_flight, InFlight)
@@ -238,11 +246,26 @@ class RefitConfig:
         require_above_zero("stage_timeout_s", self.stage_timeout_s)
         require_above_zero("commit_timeout_s", self.commit_timeout_s)
         require_at_least("keep_versions", self.keep_versions, 1)
+        require_member("verify", self.verify, Verify)
+        if self.probe_prompts is not None:
+            _require_probe_prompts(self.probe_prompts)
+        if self.max_logprob_difference is not None:
+            require_above_zero("max_logprob_difference", self.max_logprob_difference)
 
 
 def _as_text(name: str | os.PathLike[str]) -> str:
     text = str(name)
     return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+def _require_probe_prompts(prompts: object) -> None:
+    if not isinstance(prompts, tuple) or not prompts:
+        raise ConfigError(f"probe_prompts must be a tuple of at least one tuple of token ids, got {prompts!r}")
+    for position, row in enumerate(prompts):
+        if not isinstance(row, tuple) or len(row) < 2:
+            raise ConfigError(f"probe_prompts[{position}] must be a tuple of at least two token ids, got {row!r}")
+        for token in row:
+            require_at_least(f"probe_prompts[{position}]: a token id", token, 0)
 
 
 def require_at_least(name: str, value: object, low: int) -> None:

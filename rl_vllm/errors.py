@@ -309,7 +309,7 @@ class RefitError(RLVLLMError, RuntimeError):
 
     Attributes:
         version: The version that was being installed.
-        phase: "check", "stage" or "commit".
+        phase: "check", "stage", "commit" or "verify".
         replicas: The replicas that failed; empty when the trainer's side failed.
         reason: The first failing worker's own words.
     """
@@ -322,10 +322,9 @@ class RefitError(RLVLLMError, RuntimeError):
         self.reason = reason
 
     def message(self) -> str:
-        after = (
-            "these replicas serve nothing until a refit completes"
-            if self.phase == "commit"
-            else "every replica still serves the old weights"
-        )
+        after = {
+            "commit": "these replicas serve nothing until a refit completes",
+            "verify": "every replica serves the new weights, which are committed",
+        }.get(self.phase, "every replica still serves the old weights")
         who = f"replicas {list(self.replicas)}" if self.replicas else "the trainer"
         return f"refit to version {self.version} failed in {self.phase} on {who}: {self.reason} ({after})"

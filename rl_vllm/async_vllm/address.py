@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import socket
 
-_LOOPBACK = "127.0.0.1"
-# Never sent to: connecting a datagram socket only asks the routing table. TEST-NET-1 and a documentation prefix.
-_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+from rl_vllm.protocols.address import routable_address
 
-
-def routable_address() -> str:
-    """The address that packets of this host leave from; the loopback address when it has no other."""
-    for family, elsewhere in _ELSEWHERE:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((elsewhere, 1))
-                address: str = probe.getsockname()[0]
-        except OSError:
-            address = ""
-        if address and not address.startswith("127.") and address != "::1":
-            return address
-    try:
-        named = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return _LOOPBACK
-    return named
+__all__ = ["HeldPort", "routable_address"]
 
 
 class HeldPort:

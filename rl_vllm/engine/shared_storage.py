@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rl_vllm.errors import RefitError
-from rl_vllm.types import ShardEntry, TensorSpec, WeightManifest, WeightUpdate, weights_digest
+from rl_vllm.types import ShardEntry, TensorSpec, WeightManifest, WeightUpdate, digest_of
 
 FORMAT_DTYPES = {
     "F64": torch.float64,
@@ -53,8 +53,8 @@ class StagedFolder:
 
     @property
     def checksum(self) -> str:
-        """Digest of the tensors, as verified."""
-        return weights_digest((entry.spec, entry.crc32) for entry in self._manifest.entries)
+        """Digest of the tensors, as verified; empty when the trainer computed no checksums."""
+        return digest_of(self._manifest.entries) or ""
 
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Map every shard and compare names, shapes, dtypes, sizes and checksums.
@@ -69,7 +69,7 @@ class StagedFolder:
             if cancelled.is_set():
                 raise self._error("staging was given up")
             found = self._shard(entry).bytes_of(entry.spec.name)
-            if zlib.crc32(found) != entry.crc32:
+            if entry.crc32 is not None and zlib.crc32(found) != entry.crc32:
                 raise self._error(f"{entry.spec.name} in {entry.file} has a wrong checksum: the file is damaged")
         if self._update.checksum is not None and self.checksum != self._update.checksum:
             raise self._error(f"the weights' digest is {self.checksum}, the trainer sent {self._update.checksum}")

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rl_vllm.engine import reload
+from rl_vllm.engine.broadcast import ReceivedWeights
 from rl_vllm.engine.plugin import BACKEND
 from rl_vllm.engine.shared_storage import StagedFolder
 from rl_vllm.engine.weight_specs import expected_from_config
@@ -50,8 +51,11 @@ class StagedWeights(Protocol):
     def close(self) -> None: ...
 
 
-# A transport's receiving end is one file and one line here.
-READERS: dict[str, Callable[[WeightUpdate], StagedWeights]] = {"shared_storage": StagedFolder}
+# A transport's receiving end is one file and one line here. Called with the update and the worker's rank.
+READERS: dict[str, Callable[[WeightUpdate, int], StagedWeights]] = {
+    "broadcast": ReceivedWeights,
+    "shared_storage": lambda update, _rank: StagedFolder(update),
+}
 
 
 @dataclass
@@ -91,6 +95,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     _staging: _Staging | None = None
     _expected: tuple[TensorSpec, ...] | None = None
+    _loaded_checksum: str = ""
 
     def stage(self, update: WeightUpdate) -> None:
         """Start to read and verify a version in a thread; a version staged before and not committed is dropped.
@@ -155,6 +160,8 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
             staging.ready, staging.failure = False, f"{type(error).__name__}: {error}"
             staging.weights.close()
             raise
+        # Not before: what is received while loading has no digest until its last byte.
+        self._loaded_checksum = staging.weights.checksum
         self.discard()
 
     def finish_weight_update(self) -> None:
@@ -164,11 +171,15 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         """Drop what is staged."""
         self.discard()
 
-    def staged_checksum(self) -> str:
-        """Digest of the staged version, computed from the bytes that this worker has."""
-        weights = self._staged().weights
-        assert weights is not None
-        return weights.checksum
+    def loaded_checksum(self) -> str:
+        """Digest of the version loaded last, computed from the bytes that this worker had."""
+        return self._loaded_checksum
+
+    def _worker_rank(self) -> int:
+        """This worker's rank over data, tensor and pipeline parallel ranks."""
+        parallel = self.vllm_config.parallel_config
+        rank: int = parallel.rank + parallel.data_parallel_index * parallel.world_size
+        return rank
 
     def _staged(self) -> _Staging:
         ready, failure = self.stage_state()
@@ -184,7 +195,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
                     dtype=str(self.model_config.dtype).removeprefix("torch."),
                     trust_remote_code=self.model_config.trust_remote_code,
                 )
-            staging.weights = READERS[staging.update.transport](staging.update)
+            staging.weights = READERS[staging.update.transport](staging.update, self._worker_rank())
             staging.weights.verify(self._expected, staging.cancelled)
         except RefitError as error:
             staging.failure = error.reason
@@ -222,11 +233,11 @@ class WeightWorkerExtension:
         Returns:
             The digest of the loaded tensors, see :func:`~rl_vllm.types.weights_digest`.
         """
-        checksum = self._rl_vllm_engine().staged_checksum()
+        engine = self._rl_vllm_engine()
         self.start_weight_update()
         self.update_weights(asdict(RefitUpdateInfo(version)))
         self.finish_weight_update()
-        return checksum
+        return engine.loaded_checksum()
 
     def _rl_vllm_engine(self) -> RefitTransferEngine:
         engine = self.weight_transfer_engine

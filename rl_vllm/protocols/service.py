@@ -14,6 +14,7 @@ from rl_vllm.types import (
     PromptBatch,
     SamplingConfig,
     TensorSpec,
+    WeightReceiver,
     WeightUpdate,
 )
 
@@ -38,6 +39,7 @@ class GenerationService(Protocol):
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
     ) -> CompletionBatch:
         """Answer a batch: samples ordered by prompt row, then by sample; ``numbers_N`` holds rows.
 
@@ -46,6 +48,7 @@ class GenerationService(Protocol):
             sampling: Used by every row. ``max_tokens`` is clamped to what each row's context leaves.
             timeout_s: Limit for the whole batch, or None for the configured one; on expiry everything is aborted.
             on_bad_prompt: ``RAISE`` refuses the batch before anything is sent; ``MARK`` lists the row in ``failures``.
+            actor_index: The one replica that answers; None lets the service choose.
 
         Raises:
             BadPromptError: A prompt is empty, too long or out of the vocabulary, with ``on_bad_prompt=RAISE``.
@@ -60,6 +63,10 @@ class GenerationService(Protocol):
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """The tensors a trainer must send; cached after the first call."""
+        ...
+
+    def weight_receivers(self) -> tuple[WeightReceiver, ...]:
+        """The replicas that a refit which begins now would go to, with their workers."""
         ...
 
     def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:

@@ -85,7 +85,11 @@ class WeightsControl:
         A replica that turns out to be dead fails this update; the next one goes on without it.
         """
         targets = self._targets(update, "stage")
-        results = await self._on_all(targets, lambda e: e.stage_weights(update, timeout_s=timeout_s), timeout_s)
+
+        async def one(replica: Replica, engine: Engine) -> None:
+            await engine.stage_weights(update.addressed_to(replica.index), timeout_s=timeout_s)
+
+        results = await self._on_all(targets, one, timeout_s)
         self._note_deaths(targets, results)
         self._raise_failures(update, "stage", targets, results)
         self._staging = _Staging(update, timeout_s, [engine for _, engine in targets])
@@ -100,9 +104,9 @@ class WeightsControl:
         """
         targets = self._targets(update, "commit")
 
-        async def one(engine: Engine) -> CommitReport:
-            await self._stage_late(engine, update)
-            return await engine.commit_weights(update, in_flight=in_flight, kv=kv)
+        async def one(replica: Replica, engine: Engine) -> CommitReport:
+            await self._stage_late(replica, engine, update)
+            return await engine.commit_weights(update.addressed_to(replica.index), in_flight=in_flight, kv=kv)
 
         self._num_committing += 1
         try:
@@ -152,13 +156,17 @@ class WeightsControl:
 
     async def _restore_one(self, replica: Replica, committed: _Committed) -> None:
         update, engine = committed.update, replica.engine
+        addressed = update.addressed_to(replica.index)
         phase = "stage"
+        if not update.is_kept:
+            reason = f"transport {update.transport!r} keeps no version for a late replica: the next refit reaches it"
+            raise RefitError(update.version, phase, (replica.index,), reason)
         try:
             async with asyncio.timeout(committed.stage_timeout_s):
-                await engine.stage_weights(update, timeout_s=committed.stage_timeout_s)
+                await engine.stage_weights(addressed, timeout_s=committed.stage_timeout_s)
             phase = "commit"
             async with asyncio.timeout(committed.commit_timeout_s):
-                report = await engine.commit_weights(update, in_flight=InFlight.KEEP, kv=KVCache.RECOMPUTE)
+                report = await engine.commit_weights(addressed, in_flight=InFlight.KEEP, kv=KVCache.RECOMPUTE)
             if report.version != update.version:
                 raise RefitError(update.version, phase, (), f"it reports version {report.version}")
         except EngineDiedError:
@@ -168,10 +176,10 @@ class WeightsControl:
             raise RefitError(update.version, phase, (replica.index,), reason) from error
         replica.version = update.version
 
-    async def _stage_late(self, engine: Engine, update: WeightUpdate) -> None:
+    async def _stage_late(self, replica: Replica, engine: Engine, update: WeightUpdate) -> None:
         staging = self._staging
         if staging is not None and staging.update == update and not staging.is_on(engine):
-            await engine.stage_weights(update, timeout_s=staging.timeout_s)
+            await engine.stage_weights(update.addressed_to(replica.index), timeout_s=staging.timeout_s)
 
     def _settle(
         self,
@@ -210,12 +218,14 @@ class WeightsControl:
 
     @staticmethod
     async def _on_all(
-        targets: list[tuple[Replica, Engine]], call: Callable[[Engine], Coroutine[Any, Any, T]], timeout_s: float
+        targets: list[tuple[Replica, Engine]],
+        call: Callable[[Replica, Engine], Coroutine[Any, Any, T]],
+        timeout_s: float,
     ) -> list[T | BaseException]:
         async def one(replica: Replica, engine: Engine) -> T:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await call(engine)
+                    return await call(replica, engine)
             except TimeoutError as error:
                 if isinstance(error, DeadlineError):
                     raise

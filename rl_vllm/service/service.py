@@ -21,7 +21,7 @@ from rl_vllm.service.memory import MemoryCalls
 from rl_vllm.service.overview import OverviewCalls
 from rl_vllm.service.settings import pretrained_config, service_config
 from rl_vllm.service.streaming import StreamingCalls
-from rl_vllm.types import CommitReport, InFlight, KVCache, TensorSpec, WeightUpdate
+from rl_vllm.types import CommitReport, InFlight, KVCache, TensorSpec, WeightReceiver, WeightUpdate
 
 if TYPE_CHECKING:
     from rl_vllm.engine.args import AsyncEngineArgs
@@ -204,6 +204,14 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
         return await self._running("weight_specs()").weights.specs()
 
     weight_specs = blocking(aweight_specs)
+
+    @on_loop()
+    async def aweight_receivers(self) -> tuple[WeightReceiver, ...]:
+        """The replicas whose engines run now, with their workers."""
+        living = self._running("weight_receivers()").replicas.living()
+        return tuple(WeightReceiver(replica.index, self.config.engine.num_workers) for replica in living)
+
+    weight_receivers = blocking(aweight_receivers)
 
     @on_loop(own_limit)
     async def astage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:

@@ -86,6 +86,11 @@ def stated_logprobs(_prompt_T: Int32, response_T: Int32) -> Float32:
     return (-(1 + response_T % 7) / 8).astype(np.float32)
 
 
+def stated_prompt_logprobs(prompt_T: Int32, _version: int, _replica: int) -> Float32:
+    """As :func:`stated_logprobs`, whatever the version and the replica."""
+    return stated_logprobs(prompt_T[:0], prompt_T)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeScript:
     """What the fake does beyond the default; every field changes one thing.
@@ -93,6 +98,8 @@ class FakeScript:
     Attributes:
         respond: Ids of one response; cut at the limit.
         score: Logprobs of a response after its prompt, float32 [response length].
+        score_prompt: Logprobs of a prompt's ids, float32 [prompt length], from the ids, the version being served and
+            the replica (0 when the caller names none); the first one is replaced by NaN.
         finish: Forced finish reason per row.
         stops: Stop string or id per row; such a row ends with ``STOP``.
         failures: Reason per row that gets no completion.
@@ -104,6 +111,7 @@ class FakeScript:
 
     respond: Callable[[FakeRequest], Sequence[int]] = stated_response
     score: Callable[[Int32, Int32], Float32] = stated_logprobs
+    score_prompt: Callable[[Int32, int, int], Float32] = stated_prompt_logprobs
     finish: Mapping[int, FinishReason] = field(default_factory=dict)
     stops: Mapping[int, str | int] = field(default_factory=dict)
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -123,7 +131,12 @@ def requests_of(
 
 
 def answer(
-    requests: Sequence[FakeRequest], script: FakeScript, version: int, failures: Mapping[int, str]
+    requests: Sequence[FakeRequest],
+    script: FakeScript,
+    version: int,
+    failures: Mapping[int, str],
+    *,
+    replica: int = 0,
 ) -> CompletionBatch:
     """Columns of all requests, in their order; half of each prompt's tokens count as cached.
 
@@ -132,6 +145,7 @@ def answer(
         script: How.
         version: The label of tokens that the script gives no other.
         failures: Reason per row without an answer.
+        replica: Who answers.
     """
     responses = [np.asarray(script.respond(request), dtype=np.int32)[: request.limit] for request in requests]
     tokens, offsets = pack_rows(responses)
@@ -149,7 +163,7 @@ def answer(
         cached_N=np.array([len(request.prompt_T) // 2 for request in requests], dtype=np.int32),
         failures=tuple(RequestFailure(row, reason) for row, reason in sorted(failures.items())),
         top_logprobs=_top_logprobs(responses, scores) if any(r.sampling.logprobs for r in requests) else None,
-        prompt_logprobs=_prompt_logprobs(requests),
+        prompt_logprobs=_prompt_logprobs(requests, script, version, replica),
     )
 
 
@@ -228,13 +242,15 @@ def _versions(offsets_N1: NDArray[np.int64], version: int, script: FakeScript) -
     return versions
 
 
-def _prompt_logprobs(requests: Sequence[FakeRequest]) -> tuple[Float32, ...] | None:
+def _prompt_logprobs(
+    requests: Sequence[FakeRequest], script: FakeScript, version: int, replica: int
+) -> tuple[Float32, ...] | None:
     """The stated logprob of every prompt id but the first, which is NaN; None when nobody asked."""
     if all(request.sampling.prompt_logprobs is None for request in requests):
         return None
     rows = []
     for request in requests:
-        values = stated_logprobs(request.prompt_T[:0], request.prompt_T)
+        values = script.score_prompt(request.prompt_T, version, replica).astype(np.float32)
         values[0] = np.nan
         rows.append(values)
     return tuple(rows)

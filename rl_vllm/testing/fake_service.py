@@ -17,6 +17,7 @@ from rl_vllm.types import (
     PromptBatch,
     SamplingConfig,
     TensorSpec,
+    WeightReceiver,
     WeightUpdate,
 )
 
@@ -29,6 +30,7 @@ class GenerateCall:
     sampling: SamplingConfig
     timeout_s: float | None
     on_bad_prompt: BadPrompt
+    actor_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,11 @@ class FakeService:
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
     ) -> CompletionBatch:
         """Answer at once, as the protocol says."""
         with self._lock:
-            self.generate_calls.append(GenerateCall(prompts, sampling, timeout_s, on_bad_prompt))
+            self.generate_calls.append(GenerateCall(prompts, sampling, timeout_s, on_bad_prompt, actor_index))
             version = self._weights.version
         if self.script.columns is not None:
             return self.script.columns
@@ -123,7 +126,11 @@ class FakeService:
             if row not in failures
             for request in requests_of(row, prompts.row(row), sampling, self._info)
         ]
-        return answer(requests, self.script, version, failures)
+        return answer(requests, self.script, version, failures, replica=actor_index or 0)
+
+    def weight_receivers(self) -> tuple[WeightReceiver, ...]:
+        """Each replica with one worker."""
+        return tuple(WeightReceiver(index, 1) for index in range(self._num_replicas))
 
     def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
         """Record the update.

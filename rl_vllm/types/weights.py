@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,38 @@ class KVCache(enum.Enum):
     REUSE = "reuse"
 
 
+class Sending(enum.Enum):
+    """Which call on the engines a transport's trainer sends its bytes during."""
+
+    WHILE_STAGING = "while staging"
+    WHILE_COMMITTING = "while committing"
+
+
+class Verify(enum.Enum):
+    """How a refit is proven.
+
+    ``CHECKSUM``: every worker's digest of what it loaded equals the trainer's digest of what it sent. ``LOGPROBS``: in
+    addition every replica scores a probe batch as the trainer's model does. ``NONE``: neither is computed.
+    """
+
+    NONE = "none"
+    CHECKSUM = "checksum"
+    LOGPROBS = "logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReceiver:
+    """One replica that takes part in a refit.
+
+    Attributes:
+        replica: Its index.
+        num_workers: Its worker processes, over tensor, pipeline and data parallel ranks.
+    """
+
+    replica: int
+    num_workers: int
+
+
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
     """Where one tensor lies in shared storage.
@@ -55,12 +87,20 @@ class ShardEntry:
     Attributes:
         spec: Name, dtype and shape.
         file: File name inside the version's folder.
-        crc32: Checksum of the tensor's bytes.
+        crc32: Checksum of the tensor's bytes, or None when the trainer computed none.
     """
 
     spec: TensorSpec
     file: str
-    crc32: int
+    crc32: int | None
+
+
+def digest_of(entries: Iterable[ShardEntry]) -> str | None:
+    """The :func:`weights_digest` of stored tensors, or None when their checksums were not computed."""
+    known = [(entry.spec, entry.crc32) for entry in entries]
+    if any(crc32 is None for _, crc32 in known):
+        return None
+    return weights_digest((spec, crc32) for spec, crc32 in known if crc32 is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +147,7 @@ class WeightUpdate:
         num_tensors: Tensors in the update.
         num_bytes: Their bytes.
         checksum: The trainer's :func:`weights_digest` of what it sent, or None when the transport cannot know it.
+        is_kept: Whether a replica that starts later can still have it.
     """
 
     version: int
@@ -115,6 +156,11 @@ class WeightUpdate:
     num_tensors: int
     num_bytes: int
     checksum: str | None = None
+    is_kept: bool = True
+
+    def addressed_to(self, replica: int) -> WeightUpdate:
+        """As one replica gets it: its payload holds the index too, so that its workers know their places in a group."""
+        return replace(self, payload={**self.payload, "replica": replica})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +192,13 @@ class RefitReceipt:
         num_replicas: Replicas refitted.
         num_tensors: Tensors sent.
         num_bytes: Bytes sent.
-        phase_s: Seconds of "check", "stage" and "commit".
+        phase_s: Seconds of "check", "stage" and "commit", and of "verify" when logprobs were compared.
         stall_s: Longest time a replica made no token, in seconds.
-        checksum: Digest that all replicas agree on.
-        num_rpcs: Calls made to each replica.
+        checksum: Digest that all replicas agree on; empty with ``Verify.NONE``.
+        num_rpcs: Calls made to each replica to refit it; scoring a probe batch is not counted.
+        logprob_max_difference: Largest difference between a replica's and the trainer's logprob of one probe token, in
+            nats; None unless ``Verify.LOGPROBS``.
+        logprob_mean_difference: Its mean over all replicas and tokens, in nats.
     """
 
     version: int
@@ -163,15 +212,47 @@ class RefitReceipt:
     stall_s: float = 0.0
     checksum: str = ""
     num_rpcs: int = 0
+    logprob_max_difference: float | None = None
+    logprob_mean_difference: float | None = None
 
     @property
     def total_s(self) -> float:
         return sum(self.phase_s.values())
 
+    def as_metrics(self, prefix: str = "refit/") -> dict[str, float]:
+        """Numbers for a logger, by ``prefix`` and name: what is not known is left out.
+
+        ``version``, ``num_replicas``, ``num_tensors``, ``num_bytes``, ``num_rpcs``, ``check_s``, ``stage_s``,
+        ``commit_s``, ``verify_s``, ``total_s``, ``stall_s``, ``stage_gb_per_s`` (1e9 bytes),
+        ``logprob_max_difference`` and ``logprob_mean_difference`` (nats).
+        """
+        values: dict[str, float | None] = {
+            "version": self.version,
+            "num_replicas": self.num_replicas,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "num_rpcs": self.num_rpcs,
+            **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
+            "total_s": self.total_s,
+            "stall_s": self.stall_s,
+            "logprob_max_difference": self.logprob_max_difference,
+            "logprob_mean_difference": self.logprob_mean_difference,
+        }
+        stage_s = self.phase_s.get("stage", 0.0)
+        if stage_s > 0:
+            values["stage_gb_per_s"] = self.num_bytes / 1e9 / stage_s
+        return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
     def __str__(self) -> str:
         phases = " ".join(f"{name}={seconds:.3f}s" for name, seconds in self.phase_s.items())
+        difference = ""
+        if self.logprob_max_difference is not None and self.logprob_mean_difference is not None:
+            difference = (
+                f" logprob_max={self.logprob_max_difference:.3g} logprob_mean={self.logprob_mean_difference:.3g}"
+            )
         return (
             f"version={self.version} transport={self.transport} replicas={self.num_replicas} "
             f"tensors={self.num_tensors} MB={self.num_bytes / 1e6:.1f} {phases} stall={self.stall_s:.3f}s "
-            f"in_flight={self.in_flight.value} kv={self.kv.value} checksum={self.checksum}"
+            f"in_flight={self.in_flight.value} kv={self.kv.value} checksum={self.checksum or '-'}"
+            f"{difference}"
         )

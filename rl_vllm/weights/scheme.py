@@ -13,8 +13,9 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 from rl_vllm.config import RefitConfig
 from rl_vllm.errors import ConfigError
-from rl_vllm.protocols import GenerationService, WeightSource, WeightTransport
-from rl_vllm.types import RefitReceipt
+from rl_vllm.protocols import GenerationService, SendingTransport, WeightSource, WeightTransport
+from rl_vllm.types import RefitReceipt, Verify
+from rl_vllm.weights.broadcast import BroadcastTransport
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import ModuleSource
 from rl_vllm.weights.update import refit
@@ -22,8 +23,11 @@ from rl_vllm.weights.update import refit
 Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | TensorDictBase | WeightSource
 
 # A transport is one file and one line here.
-TRANSPORTS: dict[str, Callable[[RefitConfig, str | os.PathLike[str] | None], WeightTransport]] = {
-    "shared_storage": lambda config, folder: SharedStorageTransport(folder, keep_versions=config.keep_versions),
+TRANSPORTS: dict[str, Callable[[RefitConfig, str | os.PathLike[str] | None], WeightTransport | SendingTransport]] = {
+    "broadcast": lambda config, _folder: BroadcastTransport(checksum=config.verify is not Verify.NONE),
+    "shared_storage": lambda config, folder: SharedStorageTransport(
+        folder, keep_versions=config.keep_versions, checksum=config.verify is not Verify.NONE
+    ),
 }
 
 
@@ -58,28 +62,31 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     others; and the collector counts its own versions.
 
     Args:
-        transport: One of ``TRANSPORTS``.
+        transport: ``shared_storage``, ``broadcast``, or a transport that you made, for example
+            ``BroadcastTransport(hold="none")``; the scheme closes it.
         service: What to refit; may be given to :meth:`create_sender` or :meth:`create_receiver` instead.
         config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
         folder: Where ``shared_storage`` puts its files; None means a private folder on this machine.
 
     Raises:
-        ConfigError: The transport is not known.
+        ConfigError: The transport is not known, or has no use for a folder.
     """
 
     def __init__(
         self,
-        transport: str = "shared_storage",
+        transport: str | WeightTransport | SendingTransport = "shared_storage",
         *,
         service: GenerationService | None = None,
         config: RefitConfig | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if transport not in TRANSPORTS:
+        if isinstance(transport, str) and transport not in TRANSPORTS:
             raise ConfigError(f"transport must be one of {', '.join(sorted(TRANSPORTS))}, got {transport!r}")
-        self._transport: WeightTransport | None = None
+        if folder is not None and transport != "shared_storage":
+            raise ConfigError(f"folder={os.fspath(folder)!r} is for transport='shared_storage': leave it out")
+        self._transport = None if isinstance(transport, str) else transport
         super().__init__(strategy="tensordict")
-        self._transport_name = transport
+        self._transport_name = transport if isinstance(transport, str) else None
         self._service = service
         self._config = config or RefitConfig()
         self._folder = folder
@@ -96,11 +103,13 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         self._bind(service)
         return VLLMWeightReceiver(self, service)
 
-    def create_transport(self, **kwargs: Any) -> WeightTransport:
+    def create_transport(self, **kwargs: Any) -> WeightTransport | SendingTransport:
         """The transport that moves the bytes, made by the first call."""
         if kwargs:
             raise ConfigError(f"create_transport takes no arguments, got {sorted(kwargs)}")
         if self._transport is None:
+            if self._transport_name is None:
+                raise ConfigError("this scheme was shut down, and its transport with it: make both anew")
             self._transport = TRANSPORTS[self._transport_name](self._config, self._folder)
         return self._transport
 

@@ -68,7 +68,7 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> tuple[ShardPla
 
 
 def write_shards(
-    folder: Path, plans: Iterable[ShardPlan], tensors: Iterator[tuple[str, torch.Tensor]]
+    folder: Path, plans: Iterable[ShardPlan], tensors: Iterator[tuple[str, torch.Tensor]], *, checksum: bool = True
 ) -> Iterator[ShardEntry]:
     """Write every plan's file, in order, yielding each tensor's entry when its bytes are in the file.
 
@@ -84,10 +84,10 @@ def write_shards(
                 if name is None or tensor is None or spec_of(name, tensor) != spec:
                     got = "the end" if name is None or tensor is None else spec_of(name, tensor)
                     raise BadInputError(f"the weight source declared {spec} and yielded {got}")
-                _require_finite(name, tensor)
-                data = _bytes_of(tensor)
+                require_finite(name, tensor)
+                data = bytes_of(tensor)
                 _write_all(file, data)
-                yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data))
+                yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data) if checksum else None)
             os.fsync(file.fileno())
 
 
@@ -111,7 +111,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -121,7 +121,7 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _require_finite(name: str, tensor: torch.Tensor) -> None:
+def require_finite(name: str, tensor: torch.Tensor) -> None:
     """One pass for the extremes: NaN propagates to them, infinity is one of them."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2 or tensor.numel() == 0:
         return

@@ -29,7 +29,7 @@ import torch
 from rl_vllm.config import require_at_least
 from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource
-from rl_vllm.types import ShardEntry, WeightManifest, WeightUpdate, weights_digest
+from rl_vllm.types import ShardEntry, WeightManifest, WeightUpdate, digest_of
 from rl_vllm.weights.shard_writer import ShardPlan, plan_shards, write_shards
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -51,6 +51,8 @@ class SharedStorageTransport:
             versions, else in the temporary folder. It goes with :meth:`close` or with this process, however that ends.
         keep_versions: Versions kept by :meth:`retire`, at least 1.
         shard_bytes: Largest file, unless one tensor is larger.
+        checksum: Whether trainer and engines each compute a checksum of every tensor. Without, a file damaged after it
+            was written is not noticed; names, shapes, dtypes, sizes, the manifest and finite values are still checked.
 
     Raises:
         ConfigError: A value is out of range.
@@ -59,13 +61,19 @@ class SharedStorageTransport:
     name = "shared_storage"
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, *, keep_versions: int = 2, shard_bytes: int = 2 << 30
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        keep_versions: int = 2,
+        shard_bytes: int = 2 << 30,
+        checksum: bool = True,
     ) -> None:
         require_at_least("keep_versions", keep_versions, 1)
         require_at_least("shard_bytes", shard_bytes, 1)
         self._folder = None if folder is None else _absolute(folder)
         self._keep_versions = keep_versions
         self._shard_bytes = shard_bytes
+        self._checksum = checksum
         self._writer = uuid.uuid4().hex[:12]
         self._lock: BinaryIO | None = None
         self._remove: weakref.finalize[[Path, subprocess.Popen[bytes], int], SharedStorageTransport] | None = None
@@ -163,7 +171,7 @@ class SharedStorageTransport:
     ) -> WeightUpdate:
         aside.mkdir()
         entries: list[ShardEntry] = []
-        for entry in write_shards(aside, plans, tensors):
+        for entry in write_shards(aside, plans, tensors, checksum=self._checksum):
             entries.append(entry)
             if time.monotonic() > deadline:
                 raise RefitError(
@@ -183,7 +191,7 @@ class SharedStorageTransport:
             payload={"folder": str(final), "writer": self._writer, "manifest_crc32": zlib.crc32(manifest)},
             num_tensors=len(entries),
             num_bytes=sum(plan.num_bytes for plan in plans),
-            checksum=weights_digest((entry.spec, entry.crc32) for entry in entries),
+            checksum=digest_of(entries),
         )
 
 

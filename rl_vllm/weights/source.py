@@ -7,10 +7,12 @@ one tensor). The engine's loaders want the checkpoint's names, so what is sent g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase, TensorDictParams
 from torch import nn
 
@@ -65,6 +67,38 @@ class ModuleSource:
         """A fresh pass over plain, full, contiguous tensors, detached; at most one layer of new memory at a time."""
         for name, tensor in self._checkpoint_tensors(_Entry.tensor):
             yield name, tensor.contiguous()
+
+    @property
+    def can_score(self) -> bool:
+        """Whether there is a Hugging Face model inside, which :meth:`score` can run."""
+        return _is_transformers_model(self._module)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Logprobs, in nats, of every token but the first of each sequence, as the model gives them now.
+
+        Adapters count as they are. Each sequence is run alone, without padding, in evaluation mode, after which every
+        layer has the mode it had; no gradient is recorded. Of a sharded model, all ranks must call this together.
+
+        Args:
+            rows: Token ids, at least two in each.
+
+        Returns:
+            float32 [length - 1] for each.
+
+        Raises:
+            BadInputError: There is no Hugging Face model.
+        """
+        if not self.can_score:
+            raise BadInputError("only a Hugging Face model gives logprobs: pass the model, or use another scorer")
+        assert self._module is not None
+        training = [child for child in self._module.modules() if child.training]
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                return [_logprobs(self._module, row) for row in rows]
+        finally:
+            for child in training:
+                child.training = True
 
     def _entries(self) -> dict[str, _Entry]:
         if self._mapping is not None:
@@ -140,15 +174,31 @@ class _Entry:
         return merged
 
     def is_same_as(self, other: _Entry) -> bool:
+        """Whether both are one storage; of shards, this rank's own: gathered copies have addresses without meaning."""
+        ours, theirs = _local(self.base), _local(other.base)
         return (
             not self._deltas
             and not other._deltas
             and self.shape == other.shape
-            and _full(self.base).data_ptr() == _full(other.base).data_ptr()
+            and ours.data_ptr() == theirs.data_ptr()
+            and (ours.numel() > 0 or not self.is_sharded)
         )
+
+    @property
+    def is_sharded(self) -> bool:
+        return _local(self.base) is not self.base
 
     def is_equal_to(self, other: _Entry) -> bool:
         return self.shape == other.shape and torch.equal(self.tensor(), other.tensor())
+
+
+def _logprobs(model: nn.Module, row: Sequence[int]) -> NDArray[np.float32]:
+    device = next(model.parameters()).device
+    ids_1T = torch.tensor([list(row)], device=device)
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    logprobs_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0]
+    scores: NDArray[np.float32] = logprobs_T.cpu().numpy()
+    return scores
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -172,6 +222,13 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: itself unless it is sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _flat(weights: TensorDictBase) -> dict[str, torch.Tensor]:
@@ -247,7 +304,9 @@ def _without_ties(module: nn.Module, entries: dict[str, _Entry]) -> dict[str, _E
             continue
         # A head the config ties but that has storage of its own is dropped only while it is equal: otherwise the check
         # against the engine's specs reports it.
-        if kept[target].is_same_as(kept[source]) or kept[target].is_equal_to(kept[source]):
+        # Of shards the values decide alone: ranks must agree, and make the same gathers to find out.
+        head, embedding = kept[target], kept[source]
+        if (not head.is_sharded and head.is_same_as(embedding)) or head.is_equal_to(embedding):
             del kept[target]
     return kept
 

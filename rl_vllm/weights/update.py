@@ -8,13 +8,16 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from rl_vllm.config import RefitConfig
 from rl_vllm.errors import DeadlineError, RefitError
-from rl_vllm.protocols import GenerationService, WeightSource, WeightTransport
-from rl_vllm.types import CommitReport, RefitReceipt, WeightUpdate
+from rl_vllm.protocols import GenerationService, SendingTransport, WeightSource, WeightTransport
+from rl_vllm.types import CommitReport, RefitReceipt, Sending, Verify, WeightUpdate
 from rl_vllm.weights.check import check_specs
+from rl_vllm.weights.sending import Sender
 from rl_vllm.weights.source import CastSource
+from rl_vllm.weights.verify import Scorer, prepare_probe
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,11 @@ _ledgers_lock = threading.Lock()
 def refit(
     service: GenerationService,
     source: WeightSource,
-    transport: WeightTransport,
+    transport: WeightTransport | SendingTransport,
     *,
     version: int | None = None,
     config: RefitConfig | None = None,
+    scorer: Scorer | None = None,
 ) -> RefitReceipt:
     """Install the source's weights on every replica, or leave every replica as it was.
 
@@ -55,11 +59,16 @@ def refit(
         transport: How they move.
         version: Above every version tried before and below 2**31; None means the next one.
         config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
+        scorer: With ``Verify.LOGPROBS``, the trainer's logprobs of tokens 1.. of each sequence, float32 [length - 1];
+            None means the source's own Hugging Face model.
 
     Raises:
+        BadInputError: With ``Verify.LOGPROBS``: nothing can score on the trainer's side, or a probe prompt does not fit
+            the model; nothing moved.
         WeightsMismatchError: The tensors are not the engine's; lists every difference; nothing moved.
         RefitError: Names version, phase, replicas and reason. What was staged has been removed, unless replicas serve
             it now. After a failure in commit the version number is not used again, because a replica may serve it.
+            Phase "verify": the weights are committed and every replica serves them; what differs is the model.
         DeadlineError: Another refit of this service did not end in time.
     """
     config = config or RefitConfig()
@@ -68,7 +77,7 @@ def refit(
     if not ledger.lock.acquire(timeout=limit_s):
         raise DeadlineError("another refit of this service", limit_s)
     try:
-        return _refit(service, source, transport, _next_version(service, ledger, version), config, ledger)
+        return _refit(service, source, transport, _next_version(service, ledger, version), config, ledger, scorer)
     finally:
         ledger.lock.release()
 
@@ -76,35 +85,45 @@ def refit(
 def _refit(
     service: GenerationService,
     source: WeightSource,
-    transport: WeightTransport,
+    transport: WeightTransport | SendingTransport,
     version: int,
     config: RefitConfig,
     ledger: _Ledger,
+    scorer: Scorer | None,
 ) -> RefitReceipt:
     started = time.perf_counter()
     expected = service.weight_specs()
     check_specs(source.specs(), expected)
+    probe = prepare_probe(service, source, expected, config, scorer)
     checked = time.perf_counter()
-    update = transport.stage(CastSource(source, expected), version, timeout_s=config.stage_timeout_s)
+    cast = CastSource(source, expected)
+    if isinstance(transport, SendingTransport):
+        receivers = service.weight_receivers()
+        update = transport.announce(cast, version, receivers=receivers, timeout_s=config.stage_timeout_s)
+    else:
+        update = transport.stage(cast, version, timeout_s=config.stage_timeout_s)
+    sender = Sender(transport, cast, update)
     try:
         left_s = max(config.stage_timeout_s - (time.perf_counter() - checked), 0.001)
-        service.stage_weights(update, timeout_s=left_s)
+        sender.during(Sending.WHILE_STAGING, lambda: service.stage_weights(update, timeout_s=left_s), left_s)
         staged = time.perf_counter()
         ledger.tried = version
-        reports = service.commit_weights(
-            update, in_flight=config.in_flight, kv=config.kv, timeout_s=config.commit_timeout_s
-        )
-        checksum = _agreed_checksum(update, reports)
+        commit = partial(service.commit_weights, update, in_flight=config.in_flight, kv=config.kv)
+        limit_s = config.commit_timeout_s
+        reports = sender.during(Sending.WHILE_COMMITTING, lambda: commit(timeout_s=limit_s), limit_s)
+        checksum = _agreed_checksum(update, reports, config.verify)
     except BaseException:
         # When some replicas took it, those that start again must find it.
         if service.weight_version < version:
             transport.discard(update)
         raise
     committed = time.perf_counter()
-    try:
-        transport.retire(version)
-    except OSError as error:
-        logger.warning("versions older than %d could not be removed: %s", version, error)
+    _retire(transport, version)
+    phase_s = {"check": checked - started, "stage": staged - checked, "commit": committed - staged}
+    difference = None
+    if probe is not None:
+        difference = probe.compare(service, version)
+        phase_s["verify"] = time.perf_counter() - committed
     receipt = RefitReceipt(
         version=version,
         transport=update.transport,
@@ -113,13 +132,22 @@ def _refit(
         num_replicas=len(reports),
         num_tensors=update.num_tensors,
         num_bytes=update.num_bytes,
-        phase_s={"check": checked - started, "stage": staged - checked, "commit": committed - staged},
+        phase_s=phase_s,
         stall_s=max(report.stall_s for report in reports),
         checksum=checksum,
         num_rpcs=RPCS_PER_REFIT,
+        logprob_max_difference=None if difference is None else difference.largest,
+        logprob_mean_difference=None if difference is None else difference.mean,
     )
     logger.info("refit %s", receipt)
     return receipt
+
+
+def _retire(transport: WeightTransport | SendingTransport, version: int) -> None:
+    try:
+        transport.retire(version)
+    except OSError as error:
+        logger.warning("versions older than %d could not be removed: %s", version, error)
 
 
 def _next_version(service: GenerationService, ledger: _Ledger, version: int | None) -> int:
@@ -135,19 +163,27 @@ def _next_version(service: GenerationService, ledger: _Ledger, version: int | No
     return version
 
 
-def _agreed_checksum(update: WeightUpdate, reports: tuple[CommitReport, ...]) -> str:
-    """The digest that every replica computed from the bytes it received, and the trainer from those it sent."""
+def _agreed_checksum(update: WeightUpdate, reports: tuple[CommitReport, ...], verify: Verify) -> str:
+    """The digest that every replica computed from the bytes it received, and the trainer from those it sent.
+
+    Empty with ``Verify.NONE``: versions are compared all the same.
+    """
     if not reports:
         raise RefitError(update.version, "commit", (), "no replica reported a commit: none is serving")
     late = tuple(index for index, report in enumerate(reports) if report.version != update.version)
     if late:
         raise RefitError(update.version, "commit", late, f"they report version {reports[late[0]].version}")
+    if verify is Verify.NONE:
+        return ""
     counts = Counter(report.checksum for report in reports)
     agreed = update.checksum if update.checksum is not None else counts.most_common(1)[0][0]
     wrong = tuple(index for index, report in enumerate(reports) if report.checksum != agreed)
     if wrong:
         reason = f"they loaded other weights: checksum {reports[wrong[0]].checksum}, expected {agreed}"
         raise RefitError(update.version, "commit", wrong, reason)
+    if not agreed:
+        reason = "the transport computes no checksums: make it with checksum=True, or refit with verify=Verify.NONE"
+        raise RefitError(update.version, "verify", (), reason)
     return agreed
 
 

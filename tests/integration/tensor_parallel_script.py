@@ -65,8 +65,9 @@ def worst_error(batch: CompletionBatch, models: dict[int, torch.nn.Module]) -> f
 
 
 def refit_in_flight(service: AsyncVLLM, old: torch.nn.Module, new: torch.nn.Module) -> dict[str, Any]:
-    scheme = VLLMWeightSyncScheme(transport="shared_storage", service=service)
-    sender = scheme.create_sender()
+    # A folder first, then a process group: in both every worker takes its part of each tensor.
+    schemes = [VLLMWeightSyncScheme(transport=name, service=service) for name in ("shared_storage", "broadcast")]
+    first, second = (scheme.create_sender() for scheme in schemes)
     results: list[CompletionBatch] = []
     sampling = SamplingConfig(max_tokens=450, ignore_eos=True)
 
@@ -74,17 +75,18 @@ def refit_in_flight(service: AsyncVLLM, old: torch.nn.Module, new: torch.nn.Modu
         return sum(m.generated_tokens for m in service.metrics() if m is not None)
 
     try:
-        before = sender.update_weights(old).version
+        before = first.update_weights(old).version
         generating = threading.Thread(
             target=lambda: results.append(service.generate_batch(PromptBatch.from_rows(ROWS), sampling))
         )
         start = made()
         generating.start()
         wait_for(lambda: made() >= start + 100, "a hundred tokens")
-        after = sender.update_weights(new).version
+        after = second.update_weights(new).version
         generating.join(WAIT_S)
     finally:
-        scheme.shutdown()
+        for scheme in schemes:
+            scheme.shutdown()
     spans = [len(results[0].spans(index)) for index in range(len(ROWS))]
     return {"spans": spans, "error": worst_error(results[0], {before: old, after: new})}
 

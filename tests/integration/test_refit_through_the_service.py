@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 PROMPTS = torch.tensor([[7, 3, 300, 41, row] for row in range(8)])
 TOLERANCE_NATS = 1e-4
 
+on_each_transport = pytest.mark.parametrize("transport", ["shared_storage", "broadcast"])
+
 
 def worst_error(policy: VLLMPolicy, model: torch.nn.Module, version: int) -> float:
     """Largest difference between the policy's response logprobs and the model's; checks the version labels."""
@@ -37,16 +39,20 @@ def worst_error(policy: VLLMPolicy, model: torch.nn.Module, version: int) -> flo
     return worst
 
 
-def test_policy_logprobs_follow_the_trainer_through_three_refits(service: AsyncVLLM, tiny_qwen3_tied: Path) -> None:
+@on_each_transport
+def test_policy_logprobs_follow_the_trainer_through_three_refits(
+    service: AsyncVLLM, tiny_qwen3_tied: Path, transport: str
+) -> None:
     model = load_trainer(tiny_qwen3_tied)
     policy = VLLMPolicy(service, input_mode="tokens", sampling=SamplingConfig(max_tokens=24, ignore_eos=True))
-    scheme = VLLMWeightSyncScheme(transport="shared_storage", service=service)
+    scheme = VLLMWeightSyncScheme(transport=transport, service=service)
     sender = scheme.create_sender()
     sender.register_model(model)
     try:
         for seed in range(4):
             receipt = sender.update_weights()
             assert receipt.num_replicas == 2
+            assert receipt.transport == transport
             assert receipt.version == service.weight_version
             assert receipt.num_rpcs <= 3
             assert worst_error(policy, model, receipt.version) < TOLERANCE_NATS
@@ -57,13 +63,14 @@ def test_policy_logprobs_follow_the_trainer_through_three_refits(service: AsyncV
         scheme.shutdown()
 
 
+@on_each_transport
 def test_tokens_in_flight_across_a_refit_are_explained_by_their_labels(
-    service: AsyncVLLM, tiny_qwen3_tied: Path
+    service: AsyncVLLM, tiny_qwen3_tied: Path, transport: str
 ) -> None:
     old = load_trainer(tiny_qwen3_tied)
     new = copy.deepcopy(old)
     train_a_bit(new, 7)
-    scheme = VLLMWeightSyncScheme(transport="shared_storage", service=service)
+    scheme = VLLMWeightSyncScheme(transport=transport, service=service)
     sender = scheme.create_sender()
     try:
         before = sender.update_weights(old).version

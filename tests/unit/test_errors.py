@@ -100,6 +100,11 @@ def test_an_error_is_also_the_builtin_that_a_caller_expects(error, builtin):
             errors.RefitError(7, "stage", (), "disk full"),
             "refit to version 7 failed in stage on the trainer: disk full (every replica still serves the old weights)",
         ),
+        (
+            errors.RefitError(7, "verify", (1,), "0.5 nats"),
+            "refit to version 7 failed in verify on replicas [1]: 0.5 nats "
+            "(every replica serves the new weights, which are committed)",
+        ),
     ],
 )
 def test_a_message_says_what_happened_with_values(error, message):

@@ -76,7 +76,7 @@ async def test_a_restarted_replica_has_the_last_committed_weights_before_it_serv
         await fleet.refit(2)
         fleet.engine(1).kill("out of memory")
         await until(lambda: fleet.counters.restarts == 1)
-        assert fleet.engine(1).committed == [update(2)]
+        assert fleet.engine(1).committed == [update(2).addressed_to(1)]
         assert fleet.replicas.version == 2
         assert set((await fleet.generate(FOUR, only=1)).versions_T.tolist()) == {2}
 
@@ -92,7 +92,7 @@ async def test_a_refit_during_a_restart_reaches_the_others_and_then_the_newcomer
         assert fleet.replicas.version == 2
         gate.open()
         await fleet.until_state(1, ReplicaState.HEALTHY)
-        assert fleet.engine(1).committed == [update(2)]
+        assert fleet.engine(1).committed == [update(2).addressed_to(1)]
 
 
 async def test_a_version_committed_while_an_older_one_is_restored_is_restored_too():
@@ -106,7 +106,7 @@ async def test_a_version_committed_while_an_older_one_is_restored_is_restored_to
         assert fleet.states == [ReplicaState.HEALTHY, ReplicaState.RESTARTING]
         gate.open()
         replica = await fleet.until_state(1, ReplicaState.HEALTHY)
-        assert fleet.engine(1).committed == [update(1), update(2)]
+        assert fleet.engine(1).committed == [update(1).addressed_to(1), update(2).addressed_to(1)]
         assert replica.version == 2
 
 
@@ -199,7 +199,7 @@ async def test_a_replica_that_dies_while_it_is_restored_is_started_again():
         fleet.engine(1).kill("out of memory")
         await until(lambda: fleet.counters.restarts == 1)
         assert fleet.engine(1) is made[1]
-        assert made[1].committed == [update(1)]
+        assert made[1].committed == [update(1).addressed_to(1)]
 
 
 async def test_beyond_its_budget_a_replica_is_retired_and_waiting_requests_learn_why():
@@ -264,7 +264,7 @@ async def test_added_replicas_get_fresh_indices_and_the_committed_weights_before
         await fleet.refit(3)
         assert await fleet.lifecycle.add(2) == [1, 2]
         assert fleet.states == [ReplicaState.HEALTHY] * 3
-        assert fleet.engine(2).committed == [update(3)]
+        assert fleet.engine(2).committed == [update(3).addressed_to(2)]
         await fleet.lifecycle.remove(2)
         assert await fleet.lifecycle.add(1) == [3]
         assert set((await fleet.generate(FOUR, only=3)).versions_T.tolist()) == {3}

@@ -68,7 +68,7 @@ def test_a_refit_reaches_every_replica_and_labels_what_comes_after():
         assert [report.version for report in reports] == [1, 1]
         assert service.weight_version == 1
         assert versions_by_replica(service, one, two) == [{1}, {1}]
-    assert one.staged == two.staged == [update(1)]
+    assert (one.staged, two.staged) == ([update(1).addressed_to(0)], [update(1).addressed_to(1)])
 
 
 def test_the_specs_are_asked_for_once():
@@ -404,7 +404,7 @@ async def test_a_commit_that_fails_everywhere_leaves_the_last_good_update_for_re
         assert fleet.states == [ReplicaState.STALE] * 2
         fakes[1].kill("out of memory")
         await fleet.until_state(1, ReplicaState.HEALTHY)
-        assert fleet.engine(1).committed == [update(1)]
+        assert fleet.engine(1).committed == [update(1).addressed_to(1)]
         assert fleet.replicas.version == 1
 
 
@@ -434,7 +434,7 @@ async def test_a_replica_that_dies_and_returns_during_a_commit_is_judged_by_its_
             await committing
         await fleet.until_state(1, ReplicaState.HEALTHY)
         assert fleet.counters.deaths == 1
-        assert fleet.engine(1).committed == [update(1)]
+        assert fleet.engine(1).committed == [update(1).addressed_to(1)]
         assert first_tokens((await work).sorted_rows()) == ANSWERS
     assert not [record for record in caplog.records if "-> stale" in record.getMessage()]
 

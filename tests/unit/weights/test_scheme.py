@@ -18,6 +18,7 @@ from rl_vllm.config import RefitConfig
 from rl_vllm.errors import BadInputError, ConfigError, RefitError, WeightsMismatchError
 from rl_vllm.testing.fake_service import FakeScript, FakeService
 from rl_vllm.types import InFlight, TensorSpec
+from rl_vllm.weights import SharedStorageTransport
 from rl_vllm.weights.scheme import VLLMWeightSyncScheme
 
 SPECS = (TensorSpec("weight", "float32", (2, 3)), TensorSpec("bias", "float32", (2,)))
@@ -114,8 +115,24 @@ def test_weights_given_to_the_call_replace_the_registered_ones(
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="one of shared_storage, got 'pigeon'"):
+    with pytest.raises(ConfigError, match="one of broadcast, shared_storage, got 'pigeon'"):
         VLLMWeightSyncScheme("pigeon")
+
+
+def test_a_folder_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is for transport='shared_storage'"):
+        VLLMWeightSyncScheme("broadcast", folder=tmp_path)
+
+
+def test_a_transport_of_your_own_is_used_and_closed_with_the_scheme(service: FakeService, tmp_path: Path) -> None:
+    transport = SharedStorageTransport(tmp_path)
+    scheme = VLLMWeightSyncScheme(transport, service=service)
+    scheme.create_sender().update_weights(nn.Linear(3, 2))
+    assert scheme.create_transport() is transport
+    assert list(tmp_path.glob("v*"))
+    scheme.shutdown()
+    with pytest.raises(ConfigError, match="was shut down"):
+        scheme.create_transport()
 
 
 def test_missing_pieces_are_named() -> None:

@@ -1,0 +1,336 @@
+"""Weights from the trainer's memory to all workers of all replicas, as buckets of bytes over a process group.
+
+Nothing is stored: what a worker has when its refit ends is all there is, so a replica that starts later gets the next
+version. Gloo on CPUs and nccl on GPUs run the same code. See :mod:`rl_vllm.protocols.wire` for what both ends agree on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+
+from rl_vllm.config import require_at_least
+from rl_vllm.errors import BadInputError, ConfigError, RefitError
+from rl_vllm.protocols import WeightSource, wire
+from rl_vllm.protocols.address import routable_address
+from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate
+from rl_vllm.weights.shard_writer import bytes_of, require_finite
+from rl_vllm.weights.source import spec_of
+
+# The trainer's own connection to its own store.
+STORE_TIMEOUT_S = 30.0
+BUCKETS_IN_FLIGHT = 2
+
+
+class BroadcastTransport:
+    """Broadcasts weights to the workers that wait for them.
+
+    A group is formed for each refit, with whoever is a receiver then; for gloo that takes about 10 ms.
+
+    Args:
+        address: Where workers reach this process; None means the address that its packets leave from.
+        bucket_bytes: Length of a bucket, at least 1; both ends hold two.
+        hold: ``host``: workers take a whole version into host memory while generation goes on, and load it from there.
+            ``none``: they load from the buckets as they come, while generation is paused; a failure in the middle
+            leaves replicas that serve nothing until the next refit.
+        backend: ``gloo``, ``nccl``, or None: nccl with ``hold="none"`` where this process has a GPU, else gloo.
+        checksum: Whether workers verify each tensor's CRC-32; without, their digests are empty.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    name = "broadcast"
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        bucket_bytes: int = 64 << 20,
+        hold: wire.Hold = "host",
+        backend: str | None = None,
+        checksum: bool = True,
+    ) -> None:
+        require_at_least("bucket_bytes", bucket_bytes, 1)
+        if hold not in ("host", "none"):
+            raise ConfigError(f'hold must be "host" or "none", got {hold!r}')
+        if backend not in (None, "gloo", "nccl"):
+            raise ConfigError(f'backend must be "gloo" or "nccl", got {backend!r}')
+        if hold == "host" and backend == "nccl":
+            raise ConfigError('backend="nccl" receives into GPU memory, which hold="host" is not: use hold="none"')
+        self.sending = Sending.WHILE_STAGING if hold == "host" else Sending.WHILE_COMMITTING
+        self._address = address
+        self._bucket_bytes = bucket_bytes
+        self._hold: wire.Hold = hold
+        self._backend = backend or ("nccl" if hold == "none" and torch.cuda.is_available() else "gloo")
+        self._checksum = checksum
+        self._store: wire.Store | None = None
+        self._meeting: wire.Meeting | None = None
+
+    def announce(
+        self, source: WeightSource, version: int, *, receivers: tuple[WeightReceiver, ...], timeout_s: float
+    ) -> WeightUpdate:
+        """Open the store, once, and lay out the specs for the receivers.
+
+        Raises:
+            RefitError: There is nothing to send or nobody to receive, or the store cannot listen.
+        """
+        specs = source.specs()
+        if not specs or not receivers:
+            reason = "the source has no weights" if not specs else "no replica receives"
+            raise RefitError(version, "stage", (), f"{reason}: there is nothing to broadcast")
+        self._forget()
+        first_ranks: dict[str, int] = {}
+        world_size = 1
+        for receiver in receivers:
+            first_ranks[str(receiver.replica)] = world_size
+            world_size += receiver.num_workers
+        host = self._address or routable_address()
+        store = self._open(host, version)
+        invitation = wire.Invitation(
+            host=host,
+            port=store.port,
+            group=f"v{version}-{uuid.uuid4().hex[:12]}",
+            first_ranks=first_ranks,
+            world_size=world_size,
+            backend=self._backend,
+            bucket_bytes=self._bucket_bytes,
+            hold=self._hold,
+            timeout_s=timeout_s,
+            checksum=self._checksum,
+        )
+        self._meeting = wire.Meeting(store, invitation.group)
+        self._meeting.put(wire.SPECS, wire.specs_to_json(specs))
+        return WeightUpdate(
+            version=version,
+            transport=self.name,
+            payload=invitation.to_payload(),
+            num_tensors=len(specs),
+            num_bytes=sum(map(wire.size_bytes, specs)),
+            checksum=None,
+            is_kept=False,
+        )
+
+    def send(self, source: WeightSource, update: WeightUpdate, *, stop: threading.Event, timeout_s: float) -> None:
+        """Wait until all workers are there, send, and wait until all have everything.
+
+        Cost: on the trainer's side a copy of the weights into the buckets, a pass for NaN, one for the checksums.
+
+        Raises:
+            RefitError: A weight is NaN or infinite (phase "check"), the source broke its word, workers refused or did
+                not come, or time ran out.
+            ConnectionError: Workers went away or failed, or ``stop`` was set.
+        """
+        if self._meeting is None:
+            raise RefitError(update.version, "stage", (), "nothing is announced: call announce first")
+        sending = _Sending(self._meeting, update, stop, wire.Deadline(timeout_s))
+        try:
+            sending.call_the_roll()
+            sending.send(source)
+        except BadInputError as error:
+            sending.cancel(str(error))
+            raise RefitError(update.version, "check", (), str(error)) from error
+        except TimeoutError as error:
+            raise RefitError(update.version, sending.phase, (), f"{error}: raise the refit's timeout") from error
+        finally:
+            sending.close()
+
+    def retire(self, version: int) -> None:  # noqa: ARG002
+        """Forget what was announced: nothing else is kept."""
+        self._forget()
+
+    def discard(self, update: WeightUpdate) -> None:  # noqa: ARG002
+        """Tell workers that still wait that no bytes will come."""
+        if self._meeting is not None:
+            self._meeting.put(wire.CANCEL, "the trainer gave this version up")
+        self._forget()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._meeting = None
+        self._store = None
+
+    def _forget(self) -> None:
+        if self._meeting is not None:
+            self._meeting.forget()
+            self._meeting = None
+
+    def _open(self, host: str, version: int) -> wire.Store:
+        if self._store is None:
+            try:
+                self._store = wire.Store(
+                    host, 0, is_master=True, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False
+                )
+            except RuntimeError as error:
+                reason = f"no store can listen for workers at {host}: pass another address ({error})"
+                raise RefitError(version, "stage", (), reason) from error
+        return self._store
+
+
+class _Sending:
+    """One version on its way."""
+
+    def __init__(
+        self, meeting: wire.Meeting, update: WeightUpdate, stop: threading.Event, deadline: wire.Deadline
+    ) -> None:
+        self._meeting = meeting
+        self._version = update.version
+        self._invitation = wire.Invitation.from_payload(update.payload)
+        self.phase = "stage" if self._invitation.hold == "host" else "commit"
+        self._stop = stop
+        self._deadline = deadline
+        self._group: wire.Group | None = None
+        self._is_done = False
+        self._is_cancelled = False
+
+    def call_the_roll(self) -> None:
+        """Wait until every worker has said that it comes.
+
+        Raises:
+            RefitError: Names the replicas of which a worker refused or did not come.
+            ConnectionError: ``stop`` was set.
+        """
+        missing = set(range(1, self._invitation.world_size))
+        refusals: dict[int, str] = {}
+
+        def all_answered() -> bool:
+            for rank in sorted(missing):
+                reason = self._meeting.read(wire.refused(rank))
+                if reason is not None:
+                    refusals[rank] = reason
+                if reason is not None or self._meeting.read(wire.here(rank)) is not None:
+                    missing.discard(rank)
+            return bool(refusals) or not missing
+
+        wire.wait_until(all_answered, self._check_stop, self._deadline)
+        if refusals:
+            self._fail(refusals, "; ".join(f"{self._name(rank)}: {why}" for rank, why in sorted(refusals.items())))
+        if missing:
+            names = ", ".join(map(self._name, sorted(missing)))
+            self._fail(missing, f"{names} did not come within {self._deadline.timeout_s:g} s")
+        self._meeting.put(wire.GO, "")
+
+    def send(self, source: WeightSource) -> None:
+        """Form the group, move all bytes, wait for every worker's word."""
+        invitation = self._invitation
+        self._group = wire.Group(
+            self._meeting,
+            backend=invitation.backend,
+            rank=0,
+            world_size=invitation.world_size,
+            address=invitation.host,
+            deadline=self._deadline,
+        )
+        num_bytes = sum(map(wire.size_bytes, source.specs()))
+        stream = _Stream(self._group, invitation.bucket_bytes, num_bytes, self._check)
+        crcs = [self._write(stream, spec, tensor) for spec, tensor in self._as_declared(source)]
+        stream.finish()
+        if invitation.checksum:
+            self._group.broadcast(torch.tensor(crcs, dtype=torch.int64, device=self._group.device).view(torch.uint8))
+            self._group.finish_oldest(self._check)
+        waiting = set(range(1, invitation.world_size))
+
+        def all_done() -> bool:
+            waiting.difference_update([rank for rank in waiting if self._meeting.read(wire.done(rank)) is not None])
+            return not waiting
+
+        if not wire.wait_until(all_done, self._check, self._deadline):
+            names = ", ".join(map(self._name, sorted(waiting)))
+            self._fail(waiting, f"{names} did not finish within {self._deadline.timeout_s:g} s")
+        self._is_done = True
+
+    def close(self) -> None:
+        """Leave the group; before that, unless all is done, tell the workers why."""
+        if not self._is_done:
+            self.cancel("the trainer gave up, its own error says why")
+        if self._group is not None:
+            self._group.close()
+
+    def cancel(self, reason: str) -> None:
+        """Tell the workers that no more will come; the first reason stays."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            with contextlib.suppress(ConnectionError):
+                self._meeting.put(wire.CANCEL, reason)
+
+    def _write(self, stream: _Stream, spec: TensorSpec, tensor: torch.Tensor) -> int:
+        require_finite(spec.name, tensor)
+        stream.write(wire.flat_bytes(tensor))
+        return zlib.crc32(bytes_of(tensor)) if self._invitation.checksum else 0
+
+    def _as_declared(self, source: WeightSource) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """The source's tensors, each held against what was declared."""
+        tensors = iter(source)
+        for spec in source.specs():
+            name, tensor = next(tensors, ("", None))
+            if tensor is None or spec_of(name, tensor) != spec:
+                got = "the end" if tensor is None else spec_of(name, tensor)
+                raise BadInputError(f"the weight source declared {spec} and yielded {got}")
+            yield spec, tensor
+
+    def _check(self) -> None:
+        self._check_stop()
+        reason = self._meeting.read(wire.FAILED)
+        if reason is not None:
+            raise ConnectionError(reason)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise ConnectionError("the engines' call ended before the bytes were through")
+
+    def _fail(self, ranks: set[int] | dict[int, str], reason: str) -> NoReturn:
+        self.cancel(reason)
+        replicas = tuple(sorted({self._place(rank)[0] for rank in ranks}))
+        raise RefitError(self._version, self.phase, replicas, reason)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Replica and worker of a rank."""
+        firsts = self._invitation.first_ranks.items()
+        first, replica = max((first, replica) for replica, first in firsts if first <= rank)
+        return int(replica), rank - first
+
+    def _name(self, rank: int) -> str:
+        return "replica {}, worker {}".format(*self._place(rank))
+
+
+class _Stream:
+    """Cuts bytes into buckets: one is filled while another is under way."""
+
+    def __init__(self, group: wire.Group, bucket_bytes: int, num_bytes: int, check: Callable[[], None]) -> None:
+        self._group = group
+        self._check = check
+        length = min(bucket_bytes, num_bytes)
+        self._buckets = [torch.empty(length, dtype=torch.uint8, device=group.device) for _ in range(BUCKETS_IN_FLIGHT)]
+        self._at = 0
+
+    def write(self, data: torch.Tensor) -> None:
+        """Send these bytes, the last of them with those of a later call or of :meth:`finish`."""
+        while data.numel():
+            bucket = self._buckets[0]
+            part, data = data[: len(bucket) - self._at], data[len(bucket) - self._at :]
+            bucket[self._at : self._at + len(part)].copy_(part)
+            self._at += len(part)
+            if self._at == len(bucket):
+                self._flush()
+
+    def finish(self) -> None:
+        """Send the rest and wait until all is through."""
+        if self._at:
+            self._flush()
+        while self._group.num_pending:
+            self._group.finish_oldest(self._check)
+
+    def _flush(self) -> None:
+        self._check()
+        self._group.broadcast(self._buckets[0][: self._at])
+        self._at = 0
+        self._buckets.append(self._buckets.pop(0))
+        if self._group.num_pending == BUCKETS_IN_FLIGHT:
+            self._group.finish_oldest(self._check)
