@@ -108,15 +108,23 @@ class LeastLoaded:
 
     def __init__(self, loads: list[int], *, first: int) -> None:
         self._loads = loads
-        count = len(loads)
+        first %= len(loads)
+        self._replicas: list[int] = [*range(first, len(loads)), *range(first)]
+        self._heap: list[int] = []
+
+    def _fresh_heap(self) -> list[int]:
         # One integer per replica, load above order: comparing it is faster than comparing a pair.
-        self._replicas = [(first + order) % count for order in range(count)]
-        self._heap = [loads[replica] * count + order for order, replica in enumerate(self._replicas)]
-        heapq.heapify(self._heap)
+        loads, count = self._loads, len(self._loads)
+        heap = [loads[replica] * count + order for order, replica in enumerate(self._replicas)]
+        heapq.heapify(heap)
+        return heap
 
     def take(self, cost: int) -> int:
         """The least loaded replica, its load grown by ``cost``; O(log R)."""
-        heap, loads, count = self._heap, self._loads, len(self._loads)
+        loads, count = self._loads, len(self._loads)
+        if not self._heap:
+            self._heap = self._fresh_heap()
+        heap = self._heap
         while True:
             entry = heap[0]
             order = entry % count
@@ -133,8 +141,7 @@ class LeastLoaded:
         """As :meth:`take`, for one cost after the other; a whole batch pays for one call."""
         count, loads, replicas, replace = len(self._loads), self._loads, self._replicas, heapq.heapreplace
         # Nobody else grows a load meanwhile: entries are put right once, and none is looked at twice.
-        heap = self._heap = [loads[replica] * count + order for order, replica in enumerate(replicas)]
-        heapq.heapify(heap)
+        heap = self._heap = self._fresh_heap()
         orders = []
         for cost in costs:
             entry = heap[0]

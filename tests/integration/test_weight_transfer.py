@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rl_vllm.engine import reaper
 from rl_vllm.engine.transfer import RefitTransferEngine, WeightWorkerExtension
 from rl_vllm.engine.weight_specs import expected_weights
 from rl_vllm.errors import RefitError
@@ -56,6 +57,7 @@ async def running_engine(model: Path, extension: type[WeightWorkerExtension]) ->
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    others = reaper.descendants(os.getpid())
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(model),
@@ -68,10 +70,14 @@ async def running_engine(model: Path, extension: type[WeightWorkerExtension]) ->
             worker_extension_cls=f"{extension.__module__}.{extension.__name__}",
         )
     )
+    family = reaper.descendants(os.getpid()) - others
+    segments = {name for pid, _ in family for name in reaper.mapped_segments(pid)}
     try:
         yield engine
     finally:
+        # On a busy machine vLLM kills a core before that has removed its shared memory.
         engine.shutdown()
+        reaper.remove_when_unused(segments, within_s=15.0)
 
 
 def label_of(version: str) -> int:
