@@ -41,8 +41,11 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def workers() -> list[psutil.Process]:
     """The engine's workers, by rank."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Worker")]
-    return sorted(found, key=lambda process: process.name())
+    family = psutil.Process().children(recursive=True)
+    cores = [process for process in family if process.name().startswith("VLLM::EngineCore")]
+    # Told by their parent: a worker bears its own title only once it has set it.
+    found = [p for core in cores for p in core.children() if "resource_tracker" not in " ".join(p.cmdline())]
+    return sorted(found, key=lambda process: process.pid)
 
 
 def computing_cores(process: psutil.Process) -> list[int]:
