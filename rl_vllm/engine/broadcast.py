@@ -19,7 +19,6 @@ from rl_vllm.protocols.address import address_towards
 from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
 
 CONNECTING_S = 30.0
-BUCKETS_IN_FLIGHT = 2
 
 
 class ReceivedWeights:
@@ -198,11 +197,13 @@ class _Stream:
         self._check = check
         self._lengths = iter(lengths)
         longest = max(lengths, default=0)
-        self._free = [torch.empty(longest, dtype=torch.uint8, device=group.device) for _ in range(BUCKETS_IN_FLIGHT)]
+        self._free = [
+            torch.empty(longest, dtype=torch.uint8, device=group.device) for _ in range(wire.BUCKETS_IN_FLIGHT)
+        ]
         self._coming: list[torch.Tensor] = []
         self._unread = self._free[0][:0]
         self._current: torch.Tensor | None = None
-        for _ in range(BUCKETS_IN_FLIGHT):
+        for _ in range(wire.BUCKETS_IN_FLIGHT):
             self._ask()
 
     def read_into(self, data: torch.Tensor) -> None:

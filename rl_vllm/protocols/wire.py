@@ -39,6 +39,8 @@ GO = "go"
 CANCEL = "cancel"
 FAILED = "failed"
 
+# One is under way while the trainer fills, and a worker reads, another.
+BUCKETS_IN_FLIGHT = 2
 # A group forms in milliseconds once all have been heard of; one who dies in between is not waited for longer.
 FORMING_S = 30.0
 # How long closing waits for an operation that a peer's silence holds up; it then ends in the background.

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -22,11 +22,10 @@ from rl_vllm.protocols import WeightSource, wire
 from rl_vllm.protocols.address import routable_address
 from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate
 from rl_vllm.weights.shard_writer import bytes_of, require_finite
-from rl_vllm.weights.source import spec_of
+from rl_vllm.weights.source import next_as_declared
 
 # The trainer's own connection to its own store.
 STORE_TIMEOUT_S = 30.0
-BUCKETS_IN_FLIGHT = 2
 
 
 class BroadcastTransport:
@@ -230,7 +229,8 @@ class _Sending:
         )
         num_bytes = sum(map(wire.size_bytes, source.specs()))
         stream = _Stream(self._group, invitation.bucket_bytes, num_bytes, self._check)
-        crcs = [self._write(stream, spec, tensor) for spec, tensor in self._as_declared(source)]
+        tensors = iter(source)
+        crcs = [self._write(stream, spec, next_as_declared(tensors, spec)) for spec in source.specs()]
         stream.finish()
         if invitation.checksum:
             self._group.broadcast(torch.tensor(crcs, dtype=torch.int64, device=self._group.device).view(torch.uint8))
@@ -265,16 +265,6 @@ class _Sending:
         stream.write(wire.flat_bytes(tensor))
         return zlib.crc32(bytes_of(tensor)) if self._invitation.checksum else 0
 
-    def _as_declared(self, source: WeightSource) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """The source's tensors, each held against what was declared."""
-        tensors = iter(source)
-        for spec in source.specs():
-            name, tensor = next(tensors, ("", None))
-            if tensor is None or spec_of(name, tensor) != spec:
-                got = "the end" if tensor is None else spec_of(name, tensor)
-                raise BadInputError(f"the weight source declared {spec} and yielded {got}")
-            yield spec, tensor
-
     def _check(self) -> None:
         self._check_stop()
         reason = self._meeting.read(wire.FAILED)
@@ -307,7 +297,9 @@ class _Stream:
         self._group = group
         self._check = check
         length = min(bucket_bytes, num_bytes)
-        self._buckets = [torch.empty(length, dtype=torch.uint8, device=group.device) for _ in range(BUCKETS_IN_FLIGHT)]
+        self._buckets = [
+            torch.empty(length, dtype=torch.uint8, device=group.device) for _ in range(wire.BUCKETS_IN_FLIGHT)
+        ]
         self._at = 0
 
     def write(self, data: torch.Tensor) -> None:
@@ -332,5 +324,5 @@ class _Stream:
         self._group.broadcast(self._buckets[0][: self._at])
         self._at = 0
         self._buckets.append(self._buckets.pop(0))
-        if self._group.num_pending == BUCKETS_IN_FLIGHT:
+        if self._group.num_pending == wire.BUCKETS_IN_FLIGHT:
             self._group.finish_oldest(self._check)

@@ -15,7 +15,7 @@ import torch
 
 from rl_vllm.errors import BadInputError
 from rl_vllm.types import ShardEntry, TensorSpec
-from rl_vllm.weights.source import dtype_from, spec_of
+from rl_vllm.weights.source import dtype_from, next_as_declared
 
 # https://github.com/huggingface/safetensors: names of dtypes in a file's header.
 FORMAT_DTYPES = {
@@ -80,11 +80,8 @@ def write_shards(
         with (folder / plan.file).open("wb", buffering=0) as file:
             _write_all(file, memoryview(_header(plan.specs)))
             for spec in plan.specs:
-                name, tensor = next(tensors, (None, None))
-                if name is None or tensor is None or spec_of(name, tensor) != spec:
-                    got = "the end" if name is None or tensor is None else spec_of(name, tensor)
-                    raise BadInputError(f"the weight source declared {spec} and yielded {got}")
-                require_finite(name, tensor)
+                tensor = next_as_declared(tensors, spec)
+                require_finite(spec.name, tensor)
                 data = bytes_of(tensor)
                 _write_all(file, data)
                 yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data) if checksum else None)

@@ -205,6 +205,19 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
+def next_as_declared(tensors: Iterator[tuple[str, torch.Tensor]], spec: TensorSpec) -> torch.Tensor:
+    """The next tensor of a pass over a source.
+
+    Raises:
+        BadInputError: It is not what the source declared.
+    """
+    name, tensor = next(tensors, ("", None))
+    if tensor is None or spec_of(name, tensor) != spec:
+        got = "the end" if tensor is None else spec_of(name, tensor)
+        raise BadInputError(f"the weight source declared {spec} and yielded {got}")
+    return tensor
+
+
 def dtype_from(name: str) -> torch.dtype:
     """The dtype of a :class:`TensorSpec`.
 
