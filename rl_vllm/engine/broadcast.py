@@ -6,6 +6,7 @@ Nothing here knows vLLM. See :mod:`rl_vllm.protocols.wire` for what both ends ag
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -108,15 +109,10 @@ class ReceivedWeights:
                 raise TimeoutError(f"the trainer did not begin within {self._deadline.timeout_s:g} s")
             group = self._join(meeting)
             crcs: list[int] = []
-            num_bytes = sum(map(wire.size_bytes, self._specs))
-            stream = _Stream(group, wire.bucket_lengths(num_bytes, self._invitation.bucket_bytes), self._check)
-            for spec in self._specs:
-                tensor = torch.empty(spec.shape, dtype=wire.dtype_of(spec), device=group.device)
-                data = wire.flat_bytes(tensor)
-                stream.read_into(data)
+            for name, tensor in self._tensors(group):
                 if self._invitation.checksum:
-                    crcs.append(zlib.crc32(data.cpu().numpy().data))
-                yield spec.name, tensor
+                    crcs.append(zlib.crc32(wire.flat_bytes(tensor).cpu().numpy().data))
+                yield name, tensor
             if self._invitation.checksum:
                 self._compare(group, crcs)
             meeting.put(wire.done(self._rank), "")
@@ -129,6 +125,19 @@ class ReceivedWeights:
             # Also when the consumer stops in the middle, because loading failed: the trainer must not wait for it.
             if group is not None and meeting is not None:
                 self._leave(meeting, group)
+
+    def _tensors(self, group: wire.Group) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors as their last bytes come."""
+        starts = wire.starts_of(self._specs)
+        lengths = wire.bucket_lengths(starts[-1], self._invitation.bucket_bytes)
+        stream: _Whole | _Stream
+        if self._invitation.hold == "host":
+            stream = _Whole(group, lengths, self._check)
+        else:
+            stream = _Stream(group, lengths, self._check)
+        for spec, start, following in zip(self._specs, starts, starts[1:], strict=False):
+            data = stream.read(following - start)[: wire.size_bytes(spec)]
+            yield spec.name, data.view(wire.dtype_of(spec)).view(spec.shape)
 
     def _join(self, meeting: wire.Meeting) -> wire.Group:
         return wire.Group(
@@ -189,8 +198,39 @@ class ReceivedWeights:
         return RefitError(self._version, "stage" if self._invitation.hold == "host" else "commit", (), reason)
 
 
+class _Whole:
+    """All bytes in one piece of memory, into which they come directly."""
+
+    def __init__(self, group: wire.Group, lengths: list[int], check: wire.Check) -> None:
+        self._group = group
+        self._check = check
+        self._data = torch.empty(sum(lengths), dtype=torch.uint8, device=group.device)
+        ends = itertools.accumulate(lengths)
+        self._buckets = iter([self._data[end - length : end] for end, length in zip(ends, lengths, strict=True)])
+        self._coming: list[int] = []
+        self._arrived = 0
+        self._read = 0
+        for _ in range(wire.BUCKETS_IN_FLIGHT):
+            self._ask()
+
+    def read(self, num_bytes: int) -> torch.Tensor:
+        """The next bytes, uint8, where they lie."""
+        start, self._read = self._read, self._read + num_bytes
+        while self._arrived < self._read:
+            self._group.finish_oldest(self._check)
+            self._arrived += self._coming.pop(0)
+            self._ask()
+        return self._data[start : self._read]
+
+    def _ask(self) -> None:
+        bucket = next(self._buckets, None)
+        if bucket is not None:
+            self._group.broadcast(bucket)
+            self._coming.append(len(bucket))
+
+
 class _Stream:
-    """Bytes out of buckets: one is read while another is under way."""
+    """Bytes out of two buckets in turn: one is read while another is under way."""
 
     def __init__(self, group: wire.Group, lengths: list[int], check: wire.Check) -> None:
         self._group = group
@@ -206,14 +246,16 @@ class _Stream:
         for _ in range(wire.BUCKETS_IN_FLIGHT):
             self._ask()
 
-    def read_into(self, data: torch.Tensor) -> None:
-        """Fill ``data``, uint8, with the next bytes."""
-        while data.numel():
+    def read(self, num_bytes: int) -> torch.Tensor:
+        """The next bytes, uint8, in new memory."""
+        data = rest = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+        while rest.numel():
             if not self._unread.numel():
                 self._next_bucket()
-            num = min(data.numel(), self._unread.numel())
-            data[:num].copy_(self._unread[:num])
-            data, self._unread = data[num:], self._unread[num:]
+            num = min(rest.numel(), self._unread.numel())
+            rest[:num].copy_(self._unread[:num])
+            rest, self._unread = rest[num:], self._unread[num:]
+        return data
 
     def _next_bucket(self) -> None:
         if self._current is not None:

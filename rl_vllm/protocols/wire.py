@@ -9,8 +9,8 @@ One refit, told by the keys of its store::
     failed           why a worker gave up later
     done/RANK        a worker has everything, and it was what the trainer sent
 
-The bytes are those of all tensors one after the other, cut into buckets without regard to where a tensor ends; only the
-last bucket is shorter.
+The bytes are those of all tensors one after the other, each from a multiple of ``ALIGNMENT`` on, cut into buckets
+without regard to where a tensor ends; only the last bucket is shorter.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ SPECS = "specs"
 GO = "go"
 CANCEL = "cancel"
 FAILED = "failed"
+
+# A tensor can be looked at where its bytes came to lie, whatever its dtype.
+ALIGNMENT = 16
 
 # One is under way while the trainer fills, and a worker reads, another.
 BUCKETS_IN_FLIGHT = 2
@@ -124,6 +127,14 @@ def size_bytes(spec: TensorSpec) -> int:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as one row of uint8; a copy when it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def starts_of(specs: Sequence[TensorSpec]) -> list[int]:
+    """Where each tensor begins in the stream, and in the end where the last one's padding ends."""
+    starts = [0]
+    for spec in specs:
+        starts.append(-(-(starts[-1] + size_bytes(spec)) // ALIGNMENT) * ALIGNMENT)
+    return starts
 
 
 def bucket_lengths(num_bytes: int, bucket_bytes: int) -> list[int]:

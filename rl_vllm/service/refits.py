@@ -244,6 +244,7 @@ class WeightsControl:
         if not failed:
             return
         self._counters.refits_failed += 1
-        index, first = failed[0]
+        # A death explains what the others say: they waited for the same bytes as the dead one.
+        index, first = next((one for one in failed if isinstance(one[1], EngineDiedError)), failed[0])
         reason = first.reason if isinstance(first, RefitError) else str(first)
         raise RefitError(update.version, phase, tuple(i for i, _ in failed), f"replica {index}: {reason}") from first

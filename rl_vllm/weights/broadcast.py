@@ -26,6 +26,8 @@ from rl_vllm.weights.source import next_as_declared
 
 # The trainer's own connection to its own store.
 STORE_TIMEOUT_S = 30.0
+DEFAULT_BUCKET_BYTES = {"gloo": 8 << 20, "nccl": 64 << 20}
+_PADDING = torch.zeros(wire.ALIGNMENT, dtype=torch.uint8)
 
 
 class BroadcastTransport:
@@ -35,7 +37,8 @@ class BroadcastTransport:
 
     Args:
         address: Where workers reach this process; None means the address that its packets leave from.
-        bucket_bytes: Length of a bucket, at least 1; both ends hold two.
+        bucket_bytes: Length of a bucket, at least 1; both ends hold two. None means 64 MiB with nccl, and with gloo 8 MiB,
+            which a processor's cache holds while it is copied, sent and checked.
         hold: ``host``: workers take a whole version into host memory while generation goes on, and load it from there.
             ``none``: they load from the buckets as they come, while generation is paused; a failure in the middle
             leaves replicas that serve nothing until the next refit.
@@ -52,12 +55,13 @@ class BroadcastTransport:
         self,
         *,
         address: str | None = None,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int | None = None,
         hold: wire.Hold = "host",
         backend: str | None = None,
         checksum: bool = True,
     ) -> None:
-        require_at_least("bucket_bytes", bucket_bytes, 1)
+        if bucket_bytes is not None:
+            require_at_least("bucket_bytes", bucket_bytes, 1)
         if hold not in ("host", "none"):
             raise ConfigError(f'hold must be "host" or "none", got {hold!r}')
         if backend not in (None, "gloo", "nccl"):
@@ -66,9 +70,9 @@ class BroadcastTransport:
             raise ConfigError('backend="nccl" receives into GPU memory, which hold="host" is not: use hold="none"')
         self.sending = Sending.WHILE_STAGING if hold == "host" else Sending.WHILE_COMMITTING
         self._address = address
-        self._bucket_bytes = bucket_bytes
         self._hold: wire.Hold = hold
         self._backend = backend or ("nccl" if hold == "none" and torch.cuda.is_available() else "gloo")
+        self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES[self._backend]
         self._checksum = checksum
         self._store: wire.Store | None = None
         self._meeting: wire.Meeting | None = None
@@ -227,8 +231,7 @@ class _Sending:
             address=invitation.host,
             deadline=self._deadline,
         )
-        num_bytes = sum(map(wire.size_bytes, source.specs()))
-        stream = _Stream(self._group, invitation.bucket_bytes, num_bytes, self._check)
+        stream = _Stream(self._group, invitation.bucket_bytes, wire.starts_of(source.specs())[-1], self._check)
         tensors = iter(source)
         crcs = [self._write(stream, spec, next_as_declared(tensors, spec)) for spec in source.specs()]
         stream.finish()
@@ -262,7 +265,9 @@ class _Sending:
 
     def _write(self, stream: _Stream, spec: TensorSpec, tensor: torch.Tensor) -> int:
         require_finite(spec.name, tensor)
-        stream.write(wire.flat_bytes(tensor))
+        data = wire.flat_bytes(tensor)
+        stream.write(data)
+        stream.write(_PADDING[: -data.numel() % wire.ALIGNMENT])
         return zlib.crc32(bytes_of(tensor)) if self._invitation.checksum else 0
 
     def _check(self) -> None:
@@ -304,12 +309,17 @@ class _Stream:
 
     def write(self, data: torch.Tensor) -> None:
         """Send these bytes, the last of them with those of a later call or of :meth:`finish`."""
+        length = len(self._buckets[0])
         while data.numel():
-            bucket = self._buckets[0]
-            part, data = data[: len(bucket) - self._at], data[len(bucket) - self._at :]
-            bucket[self._at : self._at + len(part)].copy_(part)
+            if self._at == 0 and data.numel() >= length and data.device == self._group.device:
+                # A whole bucket needs no copy; the pending operation keeps the tensor until it is through.
+                self._send(data[:length])
+                data = data[length:]
+                continue
+            part, data = data[: length - self._at], data[length - self._at :]
+            self._buckets[0][self._at : self._at + len(part)].copy_(part)
             self._at += len(part)
-            if self._at == len(bucket):
+            if self._at == length:
                 self._flush()
 
     def finish(self) -> None:
@@ -320,9 +330,12 @@ class _Stream:
             self._group.finish_oldest(self._check)
 
     def _flush(self) -> None:
-        self._check()
-        self._group.broadcast(self._buckets[0][: self._at])
+        self._send(self._buckets[0][: self._at])
         self._at = 0
         self._buckets.append(self._buckets.pop(0))
+
+    def _send(self, bucket: torch.Tensor) -> None:
+        self._check()
+        self._group.broadcast(bucket)
         if self._group.num_pending == wire.BUCKETS_IN_FLIGHT:
             self._group.finish_oldest(self._check)

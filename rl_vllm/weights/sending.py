@@ -13,6 +13,9 @@ from rl_vllm.types import Sending, WeightUpdate
 
 T = TypeVar("T")
 
+# The trainer gives up before the engines' call does: it knows who did not come, and they know only that they waited.
+SENDING_SHARE = 0.9
+
 
 class Sender:
     """Sends one update when it is time to.
@@ -46,7 +49,8 @@ class Sender:
             answer = pool.submit(call)
             answer.add_done_callback(lambda ended: stop.set() if ended.exception() is not None else None)
             try:
-                self._transport.send(self._source, self._update, stop=stop, timeout_s=timeout_s)
+                limit_s = SENDING_SHARE * timeout_s
+                self._transport.send(self._source, self._update, stop=stop, timeout_s=limit_s)
             except ConnectionError as error:
                 lost = error
         result = answer.result()

@@ -176,15 +176,10 @@ def test_registering_the_backend_twice_is_harmless() -> None:
         built.start_weight_update()
 
 
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "llama-tied", "qwen3_moe-untied", "padded_moe"])
-async def test_engine_logprobs_equal_the_trainers_before_a_refit_and_after_one_and_three(
-    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+async def test_experts_of_padded_width_follow_the_trainer_through_three_refits_without_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if kind == "padded_moe":
-        path = padded_moe(tmp_path / "model")
-    else:
-        family, tied = kind.split("-")
-        path = build_tiny_model(tmp_path / "model", family, tied=tied == "tied", with_tokenizer=False)  # type: ignore[arg-type]
+    path = padded_moe(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert {spec.name: spec for spec in expected_weights(str(path), dtype="float32")} == {
         spec.name: spec for spec in ModuleSource(model).specs()

@@ -291,6 +291,16 @@ def test_a_replica_that_dies_in_commit_is_dead_and_the_others_serve_the_update()
         assert service.metrics()[1] is None
 
 
+def test_a_death_is_the_reason_when_others_fail_with_it():
+    waiting = FakeEngine(0, script=answering(commit_error=OSError("the others went away")))
+    dying = FakeEngine(1, script=answering(commit_error=EngineDiedError(1, "worker lost")))
+    with running(waiting, dying, health=FOR_GOOD) as service:
+        stage(service, 1)
+        with pytest.raises(RefitError, match=r"replica 1: .*worker lost") as raised:
+            commit(service, 1)
+        assert raised.value.replicas == (0, 1)
+
+
 def test_with_every_replica_dead_a_refit_says_so():
     fakes = engines(2, dies_after=0)
     with running(*fakes, health=FOR_GOOD) as service:

@@ -34,6 +34,12 @@ def test_specs_survive_json_in_their_order() -> None:
     assert wire.specs_from_json(wire.specs_to_json(specs)) == specs
 
 
+def test_every_tensor_begins_where_any_dtype_may() -> None:
+    specs = [TensorSpec("x", "bfloat16", (3, 5)), TensorSpec("y", "uint8", ()), TensorSpec("z", "float64", (2,))]
+    assert wire.starts_of(specs) == [0, 32, 48, 64]
+    assert wire.starts_of([]) == [0]
+
+
 @pytest.mark.parametrize(("num_bytes", "lengths"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (12, [4, 4, 4])], ids=str)
 def test_only_the_last_bucket_is_shorter(num_bytes: int, lengths: list[int]) -> None:
     assert wire.bucket_lengths(num_bytes, 4) == lengths
