@@ -5,55 +5,29 @@ Nothing here knows vLLM. See :mod:`rl_vllm.protocols.wire` for what both ends ag
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 
+from rl_vllm.engine.attendance import Attendance
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import wire
 from rl_vllm.protocols.address import address_towards
 from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
 
-CONNECTING_S = 30.0
 
-
-class ReceivedWeights:
-    """One worker's end of a broadcast.
-
-    Args:
-        update: Its payload is the trainer's invitation, with this replica's index.
-        worker_rank: This worker's, over tensor, pipeline and data parallel ranks.
-
-    Raises:
-        RefitError: The replica is not among those that the trainer counts on, or the trainer cannot be reached.
-    """
+class ReceivedWeights(Attendance):
+    """One worker's end of a broadcast; see :class:`~rl_vllm.engine.attendance.Attendance` for its arguments."""
 
     def __init__(self, update: WeightUpdate, worker_rank: int) -> None:
-        self._version = update.version
-        self._invitation = invitation = wire.Invitation.from_payload(update.payload)
-        replica = str(update.payload["replica"])
-        if replica not in invitation.first_ranks:
-            raise self._error(f"replica {replica} came after the announcement: the next refit reaches it")
-        self._rank = invitation.first_ranks[replica] + worker_rank
-        self._name = f"replica {replica}, worker {worker_rank}"
-        self._deadline = wire.Deadline(invitation.timeout_s)
-        self._cancelled = threading.Event()
-        self._closed = threading.Event()
+        super().__init__(update, worker_rank)
+        if self._invitation.hold == "none":
+            self._phase = "commit"
         self._held: list[tuple[str, torch.Tensor]] = []
-        self._specs: tuple[TensorSpec, ...] = ()
         self._checksum = ""
-        limit = timedelta(seconds=min(invitation.timeout_s, CONNECTING_S))
-        try:
-            store = wire.Store(invitation.host, invitation.port, is_master=False, timeout=limit, wait_for_workers=False)
-        except RuntimeError as error:
-            where = f"{invitation.host}:{invitation.port}"
-            raise self._error(f"the trainer is not to be reached at {where}: give it another address") from error
-        self._meeting: wire.Meeting | None = wire.Meeting(store, invitation.group)
 
     @property
     def checksum(self) -> str:
@@ -67,18 +41,7 @@ class ReceivedWeights:
             RefitError: The weights are not the model's (all differences), the trainer gave up or died, bytes are
                 damaged, time ran out, or ``cancelled`` was set.
         """
-        self._cancelled = cancelled
-        meeting = self._open_meeting()
-        try:
-            self._specs = wire.specs_from_json(meeting.read(wire.SPECS) or "[]")
-            wrong = _differences(self._specs, expected)
-            if wrong:
-                reason = f"{len(wrong)} tensors are not the model's: {'; '.join(wrong)}"
-                meeting.put(wire.refused(self._rank), reason)
-                raise self._error(reason)
-            meeting.put(wire.here(self._rank), "")
-        except ConnectionError as error:
-            raise self._error(str(error)) from error
+        self._answer_the_roll(expected, cancelled)
         if self._invitation.hold == "host":
             self._held = list(self._receive())
 
@@ -96,17 +59,15 @@ class ReceivedWeights:
 
     def close(self) -> None:
         """Free the memory and the connection; a receiver in another thread ends with an error. Idempotent."""
-        self._closed.set()
+        self._release()
         self._held = []
-        self._meeting = None
 
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for the trainer's word, join the group, and hand out tensors as their last bytes come."""
         meeting = self._open_meeting()
         group: wire.Group | None = None
         try:
-            if not wire.wait_until(lambda: meeting.read(wire.GO) is not None, self._check, self._deadline):
-                raise TimeoutError(f"the trainer did not begin within {self._deadline.timeout_s:g} s")
+            self._await_the_word(meeting)
             group = self._join(meeting)
             crcs: list[int] = []
             for name, tensor in self._tensors(group):
@@ -122,9 +83,9 @@ class ReceivedWeights:
             self._tell(error.reason)
             raise
         finally:
-            # Also when the consumer stops in the middle, because loading failed: the trainer must not wait for it.
-            if group is not None and meeting is not None:
-                self._leave(meeting, group)
+            if group is not None:
+                self._say_when_unfinished(meeting)
+                group.close()
 
     def _tensors(self, group: wire.Group) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as their last bytes come."""
@@ -157,45 +118,6 @@ class ReceivedWeights:
             if crc != wanted:
                 raise self._error(f"{spec.name} arrived damaged: checksum {crc:08x}, the trainer sent {wanted:08x}")
         self._checksum = weights_digest(zip(self._specs, crcs, strict=True))
-
-    def _leave(self, meeting: wire.Meeting, group: wire.Group) -> None:
-        with contextlib.suppress(ConnectionError):
-            if meeting.read(wire.done(self._rank)) is None and meeting.read(wire.FAILED) is None:
-                meeting.put(wire.FAILED, f"{self._name} stopped before it had everything")
-        group.close()
-
-    def _tell(self, reason: str) -> None:
-        """Let the trainer know, if it is there to hear it."""
-        if self._meeting is not None:
-            with contextlib.suppress(ConnectionError):
-                self._meeting.put(wire.FAILED, f"{self._name}: {reason}")
-
-    def _explained(self, error: OSError) -> RefitError:
-        """The trainer's own reason when it gave one, because the lost connection is only what followed."""
-        reason: str | None = None
-        if self._meeting is not None:
-            with contextlib.suppress(ConnectionError):
-                reason = self._meeting.read(wire.CANCEL)
-        if reason is None:
-            reason = f"the trainer or another worker went away: {error}"
-            self._tell(reason)
-        return self._error(reason)
-
-    def _check(self) -> None:
-        if self._cancelled.is_set() or self._closed.is_set():
-            raise self._error("staging was given up")
-        reason = self._open_meeting().read(wire.CANCEL)
-        if reason is not None:
-            raise self._error(reason)
-
-    def _open_meeting(self) -> wire.Meeting:
-        meeting = self._meeting
-        if meeting is None:
-            raise self._error("staging was given up")
-        return meeting
-
-    def _error(self, reason: str) -> RefitError:
-        return RefitError(self._version, "stage" if self._invitation.hold == "host" else "commit", (), reason)
 
 
 class _Whole:
@@ -272,13 +194,3 @@ class _Stream:
             bucket = self._free.pop(0)
             self._group.broadcast(bucket[:length])
             self._coming.append(bucket[:length])
-
-
-def _differences(offered: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> list[str]:
-    sent = {spec.name: spec for spec in offered}
-    wanted = {spec.name: spec for spec in expected}
-    return [
-        f"{name}: sent {sent.get(name)}, expected {wanted.get(name)}"
-        for name in sorted(sent.keys() | wanted.keys())
-        if sent.get(name) != wanted.get(name)
-    ]

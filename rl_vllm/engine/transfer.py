@@ -29,9 +29,12 @@ from vllm.distributed.weight_transfer.base import (
 
 from rl_vllm.engine import reload
 from rl_vllm.engine.broadcast import ReceivedWeights
+from rl_vllm.engine.ipc import IPCWeights
 from rl_vllm.engine.plugin import BACKEND
 from rl_vllm.engine.shared_storage import StagedFolder
+from rl_vllm.engine.vllm_nccl import NCCLWeights
 from rl_vllm.engine.weight_specs import expected_from_config
+from rl_vllm.engine.worker_place import WorkerPlace
 from rl_vllm.errors import ConfigError, RefitError
 from rl_vllm.types import TensorSpec, WeightUpdate
 
@@ -51,10 +54,12 @@ class StagedWeights(Protocol):
     def close(self) -> None: ...
 
 
-# A transport's receiving end is one file and one line here. Called with the update and the worker's rank.
-READERS: dict[str, Callable[[WeightUpdate, int], StagedWeights]] = {
-    "broadcast": ReceivedWeights,
-    "shared_storage": lambda update, _rank: StagedFolder(update),
+# A transport's receiving end is one file and one line here.
+READERS: dict[str, Callable[[WeightUpdate, WorkerPlace], StagedWeights]] = {
+    "broadcast": lambda update, place: ReceivedWeights(update, place.rank),
+    "ipc": IPCWeights,
+    "shared_storage": lambda update, _place: StagedFolder(update),
+    "vllm_nccl": NCCLWeights,
 }
 
 
@@ -175,11 +180,10 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         """Digest of the version loaded last, computed from the bytes that this worker had."""
         return self._loaded_checksum
 
-    def _worker_rank(self) -> int:
-        """This worker's rank over data, tensor and pipeline parallel ranks."""
+    def _place(self) -> WorkerPlace:
         parallel = self.vllm_config.parallel_config
         rank: int = parallel.rank + parallel.data_parallel_index * parallel.world_size
-        return rank
+        return WorkerPlace(rank, self.device, self.config, self.vllm_config)
 
     def _staged(self) -> _Staging:
         ready, failure = self.stage_state()
@@ -195,7 +199,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
                     dtype=str(self.model_config.dtype).removeprefix("torch."),
                     trust_remote_code=self.model_config.trust_remote_code,
                 )
-            staging.weights = READERS[staging.update.transport](staging.update, self._worker_rank())
+            staging.weights = READERS[staging.update.transport](staging.update, self._place())
             staging.weights.verify(self._expected, staging.cancelled)
         except RefitError as error:
             staging.failure = error.reason

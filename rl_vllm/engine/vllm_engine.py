@@ -22,7 +22,9 @@ from rl_vllm.engine.args import build_engine_args
 from rl_vllm.engine.columns import to_columns
 from rl_vllm.engine.death import answered, check_health
 from rl_vllm.engine.embedding import to_embeddings, to_pooling_params
+from rl_vllm.engine.landing import landed
 from rl_vllm.engine.light_llm import CountingProcessor, LightLLM
+from rl_vllm.engine.nodes import own_nodes
 from rl_vllm.engine.params import to_vllm
 from rl_vllm.engine.prometheus import EnginePrometheus, NoPrometheus
 from rl_vllm.engine.requests import Order, Requests
@@ -207,7 +209,13 @@ class VLLMEngine:
         )
 
     async def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
-        await self._answered(refit.stage_weights(self._llm, update, timeout_s=timeout_s))
+        # Only workers that are Ray actors can be on other machines than this process.
+        by_ray = self._llm.vllm_config.parallel_config.distributed_executor_backend == "ray"
+        async with landed(update, replica=self._replica, timeout_s=timeout_s, nodes=own_nodes if by_ray else None) as (
+            local,
+            left_s,
+        ):
+            await self._answered(refit.stage_weights(self._llm, local, timeout_s=left_s))
 
     async def commit_weights(self, update: WeightUpdate, *, in_flight: InFlight, kv: KVCache) -> CommitReport:
         self._sleep.require_memory_for_weights(update.version)

@@ -5,6 +5,17 @@ Policy and weights see only this package, so both run against the fakes in :mod:
 
 from rl_vllm.protocols.engine import Engine
 from rl_vllm.protocols.service import GenerationService
+from rl_vllm.protocols.trainer_end import GroupPlan, Peers, TrainerEnd, TrainerEndOpener
 from rl_vllm.protocols.weights import SendingTransport, WeightSource, WeightTransport
 
-__all__ = ["Engine", "GenerationService", "SendingTransport", "WeightSource", "WeightTransport"]
+__all__ = [
+    "Engine",
+    "GenerationService",
+    "GroupPlan",
+    "Peers",
+    "SendingTransport",
+    "TrainerEnd",
+    "TrainerEndOpener",
+    "WeightSource",
+    "WeightTransport",
+]

@@ -66,7 +66,7 @@ class GenerationService(Protocol):
         ...
 
     def weight_receivers(self) -> tuple[WeightReceiver, ...]:
-        """The replicas that a refit which begins now would go to, with their workers."""
+        """The replicas that a refit which begins now would go to, with their workers and the machines they are on."""
         ...
 
     def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:

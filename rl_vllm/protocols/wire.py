@@ -11,6 +11,12 @@ One refit, told by the keys of its store::
 
 The bytes are those of all tensors one after the other, each from a multiple of ``ALIGNMENT`` on, cut into buckets
 without regard to where a tensor ends; only the last bucket is shorter.
+
+When vLLM forms the group and moves the bytes (:mod:`rl_vllm.engine.vllm_nccl`), ``go`` carries how to join, the bytes
+are cut as vLLM packs them (:func:`packed_chunks`), and there are two more keys::
+
+    joined/RANK      a worker is in the group
+    crcs             the CRC-32 of each tensor, once the last is on its way
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rl_vllm.types import TensorSpec
+from rl_vllm.types import TensorSpec, WeightReceiver
 
 Hold = Literal["host", "none"]
 Store = TCPStore
@@ -38,6 +44,7 @@ SPECS = "specs"
 GO = "go"
 CANCEL = "cancel"
 FAILED = "failed"
+CRCS = "crcs"
 
 # A tensor can be looked at where its bytes came to lie, whatever its dtype.
 ALIGNMENT = 16
@@ -59,6 +66,10 @@ def here(rank: int) -> str:
 
 def refused(rank: int) -> str:
     return f"refused/{rank}"
+
+
+def joined(rank: int) -> str:
+    return f"joined/{rank}"
 
 
 def done(rank: int) -> str:
@@ -141,6 +152,29 @@ def bucket_lengths(num_bytes: int, bucket_bytes: int) -> list[int]:
     """Lengths of the buckets that carry ``num_bytes``."""
     whole, rest = divmod(num_bytes, bucket_bytes)
     return [bucket_bytes] * whole + ([rest] if rest else [])
+
+
+def packed_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> list[list[TensorSpec]]:
+    """The tensors of each of vLLM's packed broadcasts: a chunk ends with the tensor that takes it above its size."""
+    chunks: list[list[TensorSpec]] = [[]]
+    num_bytes = 0
+    for spec in specs:
+        if num_bytes > chunk_bytes:
+            chunks.append([])
+            num_bytes = 0
+        chunks[-1].append(spec)
+        num_bytes += size_bytes(spec)
+    return chunks
+
+
+def ranks_of(receivers: Sequence[WeightReceiver]) -> tuple[dict[str, int], int]:
+    """Rank of each replica's first worker, by its index as a string, and the world size; the trainer's rank is 0."""
+    first_ranks: dict[str, int] = {}
+    world_size = 1
+    for receiver in receivers:
+        first_ranks[str(receiver.replica)] = world_size
+        world_size += receiver.num_workers
+    return first_ranks, world_size
 
 
 class Deadline:

@@ -50,6 +50,13 @@ class Executor(Protocol):
         """Stop one engine, killing what does not answer, and give back what it held. Unknown indices are ignored."""
         ...
 
+    async def hosts(self, index: int) -> tuple[str, ...]:
+        """The machines that an engine's workers run on, as :class:`~rl_vllm.types.WeightReceiver` names them.
+
+        Empty when nobody knows, and for unknown indices.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop every engine and give back what they held. Idempotent."""
         ...

@@ -14,7 +14,7 @@ from rl_vllm.protocols import Engine
 from rl_vllm.service.placement import BACKEND, check_parallel, vllm_runs_on_cpu
 from rl_vllm.service.preflight import check_config
 from rl_vllm.service.stopping import Stops
-from rl_vllm.types import ModelInfo
+from rl_vllm.types import ModelInfo, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ class LocalExecutor:
     async def stop_one(self, index: int) -> None:
         if index in self._hosts or index in self._stops.under_way():
             await self._stops.run(index, lambda: self._stop(index))
+
+    async def hosts(self, index: int) -> tuple[str, ...]:
+        return (WeightReceiver.THIS_HOST,) if index in self._hosts else ()
 
     async def close(self) -> None:
         await asyncio.gather(*(self.stop_one(index) for index in {*self._hosts, *self._stops.under_way()}))

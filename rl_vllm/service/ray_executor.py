@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_vllm.config import ServiceConfig, start_timeout_s
 from rl_vllm.engine.actor import EngineActor
+from rl_vllm.engine.nodes import nodes_of
 from rl_vllm.errors import DeadlineError, EngineDiedError, EngineStartError, NotEnoughResourcesError, ReplicaCallError
 from rl_vllm.protocols import Engine
 from rl_vllm.service.placement import Node, Placement, check_parallel, check_resources, stage_nodes, vllm_runs_on_cpu
@@ -22,7 +23,7 @@ from rl_vllm.service.preflight import check_config
 from rl_vllm.service.ray_cluster import cluster
 from rl_vllm.service.ray_engine import RayEngine
 from rl_vllm.service.stopping import Stops
-from rl_vllm.types import ModelInfo
+from rl_vllm.types import ModelInfo, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class _Held:
         group: Its placement group, once there is one.
         engine: Its actor, once there is one.
         started: Whether the engine can answer.
+        hosts: The machines it is on, once somebody has asked.
     """
 
     placement: Placement
     group: PlacementGroup | None = None
     engine: RayEngine | None = None
     started: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 class RayExecutor:
@@ -116,6 +119,15 @@ class RayExecutor:
     async def stop_one(self, index: int) -> None:
         if index in self._held or index in self._stops.under_way():
             await self._stops.run(index, lambda: self._stop(index))
+
+    async def hosts(self, index: int) -> tuple[str, ...]:
+        held = self._held.get(index)
+        if held is None or held.group is None:
+            return ()
+        if not held.hosts:
+            # In a thread, because it asks the cluster; once, because a group stays where it is.
+            held.hosts = await asyncio.to_thread(_hosts_of, held.group)
+        return held.hosts
 
     async def close(self) -> None:
         await asyncio.gather(*(self.stop_one(index) for index in {*self._held, *self._stops.under_way()}))
@@ -245,6 +257,11 @@ def actor_options(placement: Placement, group: PlacementGroup) -> dict[str, Any]
 def _set_address(_actor: object, address: str) -> None:
     """Tell an engine's processes their cluster: those that vLLM starts would look for some cluster on their machine."""
     os.environ["RAY_ADDRESS"] = address
+
+
+def _hosts_of(group: PlacementGroup) -> tuple[str, ...]:
+    own = ray.get_runtime_context().get_node_id()
+    return tuple(WeightReceiver.THIS_HOST if node == own else node for node in nodes_of(group))
 
 
 def _nodes() -> list[Node]:

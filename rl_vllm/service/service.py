@@ -207,9 +207,12 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
 
     @on_loop()
     async def aweight_receivers(self) -> tuple[WeightReceiver, ...]:
-        """The replicas whose engines run now, with their workers."""
+        """The replicas whose engines run now, with their workers and the machines those are on."""
         living = self._running("weight_receivers()").replicas.living()
-        return tuple(WeightReceiver(replica.index, self.config.engine.num_workers) for replica in living)
+        assert self._executor is not None
+        hosts = await asyncio.gather(*(self._executor.hosts(replica.index) for replica in living))
+        num_workers = self.config.engine.num_workers
+        return tuple(WeightReceiver(r.index, num_workers, on) for r, on in zip(living, hosts, strict=True))
 
     weight_receivers = blocking(aweight_receivers)
 

@@ -10,7 +10,7 @@ from rl_vllm.errors import ConfigError
 from rl_vllm.protocols import Engine
 from rl_vllm.testing.fake_engine import FakeEngine
 from rl_vllm.testing.gate import Gate
-from rl_vllm.types import ModelInfo
+from rl_vllm.types import ModelInfo, WeightReceiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,10 @@ class FakeExecutor:
         if index in self.engines:
             self.events.append(f"stop {index}")
             await self.engines.pop(index).shutdown()
+
+    async def hosts(self, index: int) -> tuple[str, ...]:
+        """Fakes are of this process."""
+        return (WeightReceiver.THIS_HOST,) if index in self.engines else ()
 
     async def close(self) -> None:
         self.events.append("close")

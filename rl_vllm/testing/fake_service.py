@@ -59,6 +59,7 @@ class FakeService:
         script: Departures from the default behaviour; may be replaced between calls.
         specs: What ``weight_specs`` returns.
         num_replicas: Reports that a commit returns.
+        hosts: The machines of each replica.
 
     Attributes:
         generate_calls: Every ``generate_batch``, in order.
@@ -73,6 +74,7 @@ class FakeService:
         script: FakeScript | None = None,
         specs: tuple[TensorSpec, ...] = (),
         num_replicas: int = 1,
+        hosts: tuple[str, ...] = (WeightReceiver.THIS_HOST,),
     ) -> None:
         self.script = script if script is not None else FakeScript()
         self.generate_calls: list[GenerateCall] = []
@@ -81,6 +83,7 @@ class FakeService:
         self._info = info
         self._specs = specs
         self._num_replicas = num_replicas
+        self._hosts = hosts
         self._weights = FakeWeights()
         self._lock = threading.Lock()
 
@@ -130,7 +133,7 @@ class FakeService:
 
     def weight_receivers(self) -> tuple[WeightReceiver, ...]:
         """Each replica with one worker."""
-        return tuple(WeightReceiver(index, 1) for index in range(self._num_replicas))
+        return tuple(WeightReceiver(index, 1, self._hosts) for index in range(self._num_replicas))
 
     def stage_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
         """Record the update.

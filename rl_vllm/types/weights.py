@@ -74,10 +74,25 @@ class WeightReceiver:
     Attributes:
         replica: Its index.
         num_workers: Its worker processes, over tensor, pipeline and data parallel ranks.
+        hosts: The machines its workers run on, each once, its engine's own first; ``THIS_HOST`` is the caller's.
+            Empty when nobody knows.
     """
 
     replica: int
     num_workers: int
+    hosts: tuple[str, ...] = ()
+
+    THIS_HOST = "localhost"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it is known to run on the caller's machine."""
+        return self.hosts == (self.THIS_HOST,)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all of it is known to run on one machine."""
+        return len(self.hosts) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +158,7 @@ class WeightUpdate:
     Attributes:
         version: Above every version committed before.
         transport: Name of the transport that knows how to read ``payload``, for example ``shared_storage``.
-        payload: The transport's own facts; JSON values only.
+        payload: The transport's own facts; JSON values by the time workers are told.
         num_tensors: Tensors in the update.
         num_bytes: Their bytes.
         checksum: The trainer's :func:`weights_digest` of what it sent, or None when the transport cannot know it.

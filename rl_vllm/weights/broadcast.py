@@ -6,26 +6,20 @@ version. Gloo on CPUs and nccl on GPUs run the same code. See :mod:`rl_vllm.prot
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import uuid
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
-from typing import NoReturn
 
 import torch
 
 from rl_vllm.config import require_at_least
 from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource, wire
-from rl_vllm.protocols.address import routable_address
 from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate
+from rl_vllm.weights.roll_call import Rendezvous, RollCall
 from rl_vllm.weights.shard_writer import bytes_of, require_finite
 from rl_vllm.weights.source import next_as_declared
 
-# The trainer's own connection to its own store.
-STORE_TIMEOUT_S = 30.0
 DEFAULT_BUCKET_BYTES = {"gloo": 8 << 20, "nccl": 64 << 20}
 _PADDING = torch.zeros(wire.ALIGNMENT, dtype=torch.uint8)
 
@@ -37,7 +31,7 @@ class BroadcastTransport:
 
     Args:
         address: Where workers reach this process; None means the address that its packets leave from.
-        bucket_bytes: Length of a bucket, at least 1; both ends hold two. None means 64 MiB with nccl, and with gloo 8 MiB,
+        bucket_bytes: Length of a bucket, at least 1; both ends hold two. None means 64 MiB with nccl; with gloo 8 MiB,
             which a processor's cache holds while it is copied, sent and checked.
         hold: ``host``: workers take a whole version into host memory while generation goes on, and load it from there.
             ``none``: they load from the buckets as they come, while generation is paused; a failure in the middle
@@ -69,13 +63,11 @@ class BroadcastTransport:
         if hold == "host" and backend == "nccl":
             raise ConfigError('backend="nccl" receives into GPU memory, which hold="host" is not: use hold="none"')
         self.sending = Sending.WHILE_STAGING if hold == "host" else Sending.WHILE_COMMITTING
-        self._address = address
         self._hold: wire.Hold = hold
         self._backend = backend or ("nccl" if hold == "none" and torch.cuda.is_available() else "gloo")
         self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES[self._backend]
         self._checksum = checksum
-        self._store: wire.Store | None = None
-        self._meeting: wire.Meeting | None = None
+        self._rendezvous = Rendezvous(address)
 
     def announce(
         self, source: WeightSource, version: int, *, receivers: tuple[WeightReceiver, ...], timeout_s: float
@@ -89,18 +81,12 @@ class BroadcastTransport:
         if not specs or not receivers:
             reason = "the source has no weights" if not specs else "no replica receives"
             raise RefitError(version, "stage", (), f"{reason}: there is nothing to broadcast")
-        self._forget()
-        first_ranks: dict[str, int] = {}
-        world_size = 1
-        for receiver in receivers:
-            first_ranks[str(receiver.replica)] = world_size
-            world_size += receiver.num_workers
-        host = self._address or routable_address()
-        store = self._open(host, version)
+        first_ranks, world_size = wire.ranks_of(receivers)
+        port, group = self._rendezvous.open(version, specs)
         invitation = wire.Invitation(
-            host=host,
-            port=store.port,
-            group=f"v{version}-{uuid.uuid4().hex[:12]}",
+            host=self._rendezvous.host,
+            port=port,
+            group=group,
             first_ranks=first_ranks,
             world_size=world_size,
             backend=self._backend,
@@ -109,8 +95,6 @@ class BroadcastTransport:
             timeout_s=timeout_s,
             checksum=self._checksum,
         )
-        self._meeting = wire.Meeting(store, invitation.group)
-        self._meeting.put(wire.SPECS, wire.specs_to_json(specs))
         return WeightUpdate(
             version=version,
             transport=self.name,
@@ -131,94 +115,46 @@ class BroadcastTransport:
                 not come, or time ran out.
             ConnectionError: Workers went away or failed, or ``stop`` was set.
         """
-        if self._meeting is None:
+        meeting = self._rendezvous.meeting
+        if meeting is None:
             raise RefitError(update.version, "stage", (), "nothing is announced: call announce first")
-        sending = _Sending(self._meeting, update, stop, wire.Deadline(timeout_s))
+        phase = "stage" if self._hold == "host" else "commit"
+        roll = RollCall(meeting, update, stop, wire.Deadline(timeout_s), phase)
+        sending = _Sending(meeting, update, roll)
         try:
-            sending.call_the_roll()
+            roll.call()
+            meeting.put(wire.GO, "")
             sending.send(source)
         except BadInputError as error:
-            sending.cancel(str(error))
+            roll.cancel(str(error))
             raise RefitError(update.version, "check", (), str(error)) from error
         except TimeoutError as error:
-            raise RefitError(update.version, sending.phase, (), f"{error}: raise the refit's timeout") from error
+            raise RefitError(update.version, phase, (), f"{error}: raise the refit's timeout") from error
         finally:
             sending.close()
 
     def retire(self, version: int) -> None:  # noqa: ARG002
         """Forget what was announced: nothing else is kept."""
-        self._forget()
+        self._rendezvous.forget()
 
     def discard(self, update: WeightUpdate) -> None:  # noqa: ARG002
         """Tell workers that still wait that no bytes will come."""
-        if self._meeting is not None:
-            self._meeting.put(wire.CANCEL, "the trainer gave this version up")
-        self._forget()
+        self._rendezvous.give_up()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._meeting = None
-        self._store = None
-
-    def _forget(self) -> None:
-        if self._meeting is not None:
-            self._meeting.forget()
-            self._meeting = None
-
-    def _open(self, host: str, version: int) -> wire.Store:
-        if self._store is None:
-            try:
-                self._store = wire.Store(
-                    host, 0, is_master=True, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False
-                )
-            except RuntimeError as error:
-                reason = f"no store can listen for workers at {host}: pass another address ({error})"
-                raise RefitError(version, "stage", (), reason) from error
-        return self._store
+        self._rendezvous.close()
 
 
 class _Sending:
     """One version on its way."""
 
-    def __init__(
-        self, meeting: wire.Meeting, update: WeightUpdate, stop: threading.Event, deadline: wire.Deadline
-    ) -> None:
+    def __init__(self, meeting: wire.Meeting, update: WeightUpdate, roll: RollCall) -> None:
         self._meeting = meeting
-        self._version = update.version
         self._invitation = wire.Invitation.from_payload(update.payload)
-        self.phase = "stage" if self._invitation.hold == "host" else "commit"
-        self._stop = stop
-        self._deadline = deadline
+        self._roll = roll
         self._group: wire.Group | None = None
         self._is_done = False
-        self._is_cancelled = False
-
-    def call_the_roll(self) -> None:
-        """Wait until every worker has said that it comes.
-
-        Raises:
-            RefitError: Names the replicas of which a worker refused or did not come.
-            ConnectionError: ``stop`` was set.
-        """
-        missing = set(range(1, self._invitation.world_size))
-        refusals: dict[int, str] = {}
-
-        def all_answered() -> bool:
-            for rank in sorted(missing):
-                reason = self._meeting.read(wire.refused(rank))
-                if reason is not None:
-                    refusals[rank] = reason
-                if reason is not None or self._meeting.read(wire.here(rank)) is not None:
-                    missing.discard(rank)
-            return bool(refusals) or not missing
-
-        wire.wait_until(all_answered, self._check_stop, self._deadline)
-        if refusals:
-            self._fail(refusals, "; ".join(f"{self._name(rank)}: {why}" for rank, why in sorted(refusals.items())))
-        if missing:
-            names = ", ".join(map(self._name, sorted(missing)))
-            self._fail(missing, f"{names} did not come within {self._deadline.timeout_s:g} s")
-        self._meeting.put(wire.GO, "")
 
     def send(self, source: WeightSource) -> None:
         """Form the group, move all bytes, wait for every worker's word."""
@@ -229,39 +165,25 @@ class _Sending:
             rank=0,
             world_size=invitation.world_size,
             address=invitation.host,
-            deadline=self._deadline,
+            deadline=self._roll.deadline,
         )
-        stream = _Stream(self._group, invitation.bucket_bytes, wire.starts_of(source.specs())[-1], self._check)
+        num_bytes = wire.starts_of(source.specs())[-1]
+        stream = _Stream(self._group, invitation.bucket_bytes, num_bytes, self._roll.check)
         tensors = iter(source)
         crcs = [self._write(stream, spec, next_as_declared(tensors, spec)) for spec in source.specs()]
         stream.finish()
         if invitation.checksum:
             self._group.broadcast(torch.tensor(crcs, dtype=torch.int64, device=self._group.device).view(torch.uint8))
-            self._group.finish_oldest(self._check)
-        waiting = set(range(1, invitation.world_size))
-
-        def all_done() -> bool:
-            waiting.difference_update([rank for rank in waiting if self._meeting.read(wire.done(rank)) is not None])
-            return not waiting
-
-        if not wire.wait_until(all_done, self._check, self._deadline):
-            names = ", ".join(map(self._name, sorted(waiting)))
-            self._fail(waiting, f"{names} did not finish within {self._deadline.timeout_s:g} s")
+            self._group.finish_oldest(self._roll.check)
+        self._roll.wait_for(wire.done, "finish")
         self._is_done = True
 
     def close(self) -> None:
         """Leave the group; before that, unless all is done, tell the workers why."""
         if not self._is_done:
-            self.cancel("the trainer gave up, its own error says why")
+            self._roll.cancel("the trainer gave up, its own error says why")
         if self._group is not None:
             self._group.close()
-
-    def cancel(self, reason: str) -> None:
-        """Tell the workers that no more will come; the first reason stays."""
-        if not self._is_cancelled:
-            self._is_cancelled = True
-            with contextlib.suppress(ConnectionError):
-                self._meeting.put(wire.CANCEL, reason)
 
     def _write(self, stream: _Stream, spec: TensorSpec, tensor: torch.Tensor) -> int:
         require_finite(spec.name, tensor)
@@ -269,30 +191,6 @@ class _Sending:
         stream.write(data)
         stream.write(_PADDING[: -data.numel() % wire.ALIGNMENT])
         return zlib.crc32(bytes_of(tensor)) if self._invitation.checksum else 0
-
-    def _check(self) -> None:
-        self._check_stop()
-        reason = self._meeting.read(wire.FAILED)
-        if reason is not None:
-            raise ConnectionError(reason)
-
-    def _check_stop(self) -> None:
-        if self._stop.is_set():
-            raise ConnectionError("the engines' call ended before the bytes were through")
-
-    def _fail(self, ranks: set[int] | dict[int, str], reason: str) -> NoReturn:
-        self.cancel(reason)
-        replicas = tuple(sorted({self._place(rank)[0] for rank in ranks}))
-        raise RefitError(self._version, self.phase, replicas, reason)
-
-    def _place(self, rank: int) -> tuple[int, int]:
-        """Replica and worker of a rank."""
-        firsts = self._invitation.first_ranks.items()
-        first, replica = max((first, replica) for replica, first in firsts if first <= rank)
-        return int(replica), rank - first
-
-    def _name(self, rank: int) -> str:
-        return "replica {}, worker {}".format(*self._place(rank))
 
 
 class _Stream:

@@ -57,6 +57,11 @@ class LeadingSource:
         self._tell(_END)
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether a weight of this rank is known to lie on a CUDA device."""
+        return isinstance(self._source, ModuleSource) and self._source.is_on_gpu
+
+    @property
     def can_score(self) -> bool:
         return isinstance(self._source, ModuleSource) and self._source.can_score
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -12,23 +13,40 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 from rl_vllm.config import RefitConfig
-from rl_vllm.errors import ConfigError
+from rl_vllm.errors import ConfigError, RefitError
 from rl_vllm.protocols import GenerationService, SendingTransport, WeightSource, WeightTransport
 from rl_vllm.types import RefitReceipt, Verify
+from rl_vllm.weights.auto import TransportChoice, choose_transport, gather_facts
 from rl_vllm.weights.broadcast import BroadcastTransport
+from rl_vllm.weights.ipc import IPCTransport
+from rl_vllm.weights.object_store import ObjectStoreTransport
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import ModuleSource
 from rl_vllm.weights.update import refit
+from rl_vllm.weights.vllm_nccl import VLLMNCCLTransport
+
+logger = logging.getLogger(__name__)
 
 Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | TensorDictBase | WeightSource
 
+Transport: TypeAlias = WeightTransport | SendingTransport
+Folder: TypeAlias = str | os.PathLike[str] | None
+
 # A transport is one file and one line here.
-TRANSPORTS: dict[str, Callable[[RefitConfig, str | os.PathLike[str] | None], WeightTransport | SendingTransport]] = {
-    "broadcast": lambda config, _folder: BroadcastTransport(checksum=config.verify is not Verify.NONE),
-    "shared_storage": lambda config, folder: SharedStorageTransport(
+TRANSPORTS: dict[str, Callable[[TransportChoice, RefitConfig, Folder], Transport]] = {
+    "broadcast": lambda choice, config, _folder: BroadcastTransport(
+        hold=choice.hold, checksum=config.verify is not Verify.NONE
+    ),
+    "ipc": lambda _choice, config, _folder: IPCTransport(checksum=config.verify is not Verify.NONE),
+    "object_store": lambda _choice, config, _folder: ObjectStoreTransport(
+        keep_versions=config.keep_versions, checksum=config.verify is not Verify.NONE
+    ),
+    "shared_storage": lambda _choice, config, folder: SharedStorageTransport(
         folder, keep_versions=config.keep_versions, checksum=config.verify is not Verify.NONE
     ),
+    "vllm_nccl": lambda _choice, config, _folder: VLLMNCCLTransport(checksum=config.verify is not Verify.NONE),
 }
+AUTO = "auto"
 
 
 class VersionedCollector(Protocol):
@@ -62,8 +80,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     others; and the collector counts its own versions.
 
     Args:
-        transport: ``shared_storage``, ``broadcast``, or a transport that you made, for example
-            ``BroadcastTransport(hold="none")``; the scheme closes it.
+        transport: ``shared_storage``, ``broadcast``, ``object_store``; ``auto``, which is one of these three, chosen by
+            the first refit (see :attr:`transport_choice`); where there are GPUs ``vllm_nccl`` or ``ipc``; or one that
+            you made, for example ``BroadcastTransport(hold="none")``; the scheme closes it.
         service: What to refit; may be given to :meth:`create_sender` or :meth:`create_receiver` instead.
         config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
         folder: Where ``shared_storage`` puts its files; None means a private folder on this machine.
@@ -74,17 +93,18 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        transport: str | WeightTransport | SendingTransport = "shared_storage",
+        transport: str | Transport = "shared_storage",
         *,
         service: GenerationService | None = None,
         config: RefitConfig | None = None,
-        folder: str | os.PathLike[str] | None = None,
+        folder: Folder = None,
     ) -> None:
-        if isinstance(transport, str) and transport not in TRANSPORTS:
-            raise ConfigError(f"transport must be one of {', '.join(sorted(TRANSPORTS))}, got {transport!r}")
-        if folder is not None and transport != "shared_storage":
-            raise ConfigError(f"folder={os.fspath(folder)!r} is for transport='shared_storage': leave it out")
+        if isinstance(transport, str) and transport not in TRANSPORTS and transport != AUTO:
+            raise ConfigError(f"transport must be one of {', '.join(sorted([*TRANSPORTS, AUTO]))}, got {transport!r}")
+        if folder is not None and transport not in ("shared_storage", AUTO):
+            raise ConfigError(f"folder={os.fspath(folder)!r} is for transport='shared_storage' or 'auto': leave it out")
         self._transport = None if isinstance(transport, str) else transport
+        self._choice = None if transport == AUTO else _given(transport)
         super().__init__(strategy="tensordict")
         self._transport_name = transport if isinstance(transport, str) else None
         self._service = service
@@ -103,14 +123,21 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         self._bind(service)
         return VLLMWeightReceiver(self, service)
 
-    def create_transport(self, **kwargs: Any) -> WeightTransport | SendingTransport:
-        """The transport that moves the bytes, made by the first call."""
+    @property
+    def transport_choice(self) -> TransportChoice | None:
+        """Which transport moves the bytes, and why it is that one; None with ``auto`` before the first refit."""
+        return self._choice
+
+    def create_transport(self, **kwargs: Any) -> Transport:
+        """The transport that moves the bytes, made by the first call; with ``auto`` by the first refit."""
         if kwargs:
             raise ConfigError(f"create_transport takes no arguments, got {sorted(kwargs)}")
         if self._transport is None:
             if self._transport_name is None:
                 raise ConfigError("this scheme was shut down, and its transport with it: make both anew")
-            self._transport = TRANSPORTS[self._transport_name](self._config, self._folder)
+            if self._choice is None:
+                raise ConfigError("transport='auto' is chosen by the first refit: refit first, or name a transport")
+            self._transport = TRANSPORTS[self._choice.name](self._choice, self._config, self._folder)
         return self._transport
 
     def register_model(self, model: Weights) -> None:
@@ -125,7 +152,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         """Install weights, or the registered model's, on every replica.
 
         Raises:
-            ConfigError: There is no service or nothing to send.
+            ConfigError: There is no service or nothing to send, or the transport needs a GPU that is not there.
             BadInputError: The weights are of no kind that can be sent, or an entry of theirs is not.
             RefitError: See :func:`~rl_vllm.weights.refit`.
         """
@@ -134,7 +161,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         trained = self._trained if weights is None else weights
         if trained is None:
             raise ConfigError("no weights to send: call register_model(model) first, or pass weights")
-        self.last_receipt = refit(self._service, _as_source(trained), self.create_transport(), config=self._config)
+        source = _as_source(trained)
+        if self._choice is None:
+            self._choice = self._choose(self._service, source)
+        self.last_receipt = refit(self._service, source, self.create_transport(), config=self._config)
         return self.last_receipt
 
     def send(self, weights: Weights | None = None, worker_ids: int | list[int] | None = None) -> None:
@@ -153,6 +183,15 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             self._transport.close()
             self._transport = None
         super().shutdown()
+
+    def _choose(self, service: GenerationService, source: WeightSource) -> TransportChoice:
+        receivers = service.weight_receivers()
+        if not receivers:
+            reason = "no replica is up, so that transport='auto' could be chosen: wait for one, or launch a new service"
+            raise RefitError(service.weight_version + 1, "check", (), reason)
+        choice = choose_transport(gather_facts(self._folder, receivers, source))
+        logger.info("transport='auto' is %r: %s", choice.name, choice.reason)
+        return choice
 
     def _bind(self, service: GenerationService | None) -> None:
         if service is None:
@@ -184,7 +223,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_transport": None, "_service": None, "_trained": None}
+        chosen = None if self._transport_name == AUTO else self._choice
+        return state | {"_transport": None, "_service": None, "_trained": None, "_choice": chosen}
 
 
 class VLLMWeightSender:
@@ -236,6 +276,11 @@ class VLLMWeightReceiver:
     def apply_weights(self, weights: Weights) -> RefitReceipt:
         """Install these weights; see :meth:`VLLMWeightSyncScheme.refit`."""
         return self._scheme.refit(weights)
+
+
+def _given(transport: str | Transport) -> TransportChoice:
+    name = transport if isinstance(transport, str) else transport.name
+    return TransportChoice(name, f"transport={name!r} was {'named' if isinstance(transport, str) else 'given'}")
 
 
 def _as_source(weights: Weights) -> WeightSource:

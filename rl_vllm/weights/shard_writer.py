@@ -1,19 +1,24 @@
-"""Write tensors as safetensors shards in one pass, at most one tensor in memory, with a checksum for each."""
+"""Write tensors as safetensors shards in one pass, at most one tensor in memory, with a checksum for each.
+
+A shard's bytes go to whoever takes them: a file, or an array that becomes an object of a store.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from rl_vllm.errors import BadInputError
+from rl_vllm.errors import BadInputError, RefitError
 from rl_vllm.types import ShardEntry, TensorSpec
 from rl_vllm.weights.source import dtype_from, next_as_declared
 
@@ -43,7 +48,13 @@ class ShardPlan:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensors."""
         return sum(size_bytes(spec) for spec in self.specs)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(_header(self.specs)) + self.num_bytes
 
 
 def size_bytes(spec: TensorSpec) -> int:
@@ -78,14 +89,52 @@ def write_shards(
     """
     for plan in plans:
         with (folder / plan.file).open("wb", buffering=0) as file:
-            _write_all(file, memoryview(_header(plan.specs)))
-            for spec in plan.specs:
-                tensor = next_as_declared(tensors, spec)
-                require_finite(spec.name, tensor)
-                data = bytes_of(tensor)
-                _write_all(file, data)
-                yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data) if checksum else None)
+            yield from write_shard(plan, tensors, partial(_write_all, file), checksum=checksum)
             os.fsync(file.fileno())
+
+
+def write_shard(
+    plan: ShardPlan,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    write: Callable[[memoryview], None],
+    *,
+    checksum: bool = True,
+) -> Iterator[ShardEntry]:
+    """Write one plan's bytes, in order, yielding each tensor's entry when its bytes are written.
+
+    Args:
+        plan: What the shard holds.
+        tensors: A pass over the source that has come to the plan's first tensor.
+        write: Takes the next bytes, all of them.
+        checksum: Whether the entries have one.
+
+    Raises:
+        BadInputError: The tensors are not the planned ones, or one holds NaN or infinity.
+    """
+    write(memoryview(_header(plan.specs)))
+    for spec in plan.specs:
+        tensor = next_as_declared(tensors, spec)
+        require_finite(spec.name, tensor)
+        data = bytes_of(tensor)
+        write(data)
+        yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data) if checksum else None)
+
+
+def in_time(entries: Iterable[ShardEntry], version: int, deadline: float) -> Iterator[ShardEntry]:
+    """The entries, for as long as there is time.
+
+    Args:
+        entries: Yielded as their tensors are written.
+        version: Named in the error.
+        deadline: On the monotonic clock, in seconds.
+
+    Raises:
+        RefitError: The deadline has passed; says how far the writing came.
+    """
+    for number, entry in enumerate(entries, start=1):
+        if time.monotonic() > deadline:
+            raise RefitError(version, "stage", (), f"out of time after {number} tensors: raise stage_timeout_s")
+        yield entry
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

@@ -13,12 +13,8 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 import uuid
-import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,16 +25,11 @@ import torch
 from rl_vllm.config import require_at_least
 from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource
-from rl_vllm.types import ShardEntry, WeightManifest, WeightUpdate, digest_of
-from rl_vllm.weights.shard_writer import ShardPlan, plan_shards, write_shards
+from rl_vllm.protocols.private_folder import PrivateFolder
+from rl_vllm.types import WeightManifest, WeightUpdate, digest_of
+from rl_vllm.weights.shard_writer import ShardPlan, in_time, plan_shards, write_shards
 
-MEMORY_FOLDER = Path("/dev/shm")
 LOCK_FILE = ".rl_vllm-writer.lock"
-GUARDIAN_EXIT_S = 10.0
-
-# Runs as a separate process that only waits for its owner to end, by whatever signal, and then removes the folder: the
-# end of a pipe is the one message that even a killed process sends.
-_GUARDIAN = "import shutil, sys; sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
 class SharedStorageTransport:
@@ -76,7 +67,7 @@ class SharedStorageTransport:
         self._checksum = checksum
         self._writer = uuid.uuid4().hex[:12]
         self._lock: BinaryIO | None = None
-        self._remove: weakref.finalize[[Path, subprocess.Popen[bytes], int], SharedStorageTransport] | None = None
+        self._private: PrivateFolder | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -135,9 +126,9 @@ class SharedStorageTransport:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
+        if self._private is not None:
+            self._private.remove()
+            self._private = None
             self._folder = None
 
     def _open(self, version: int, needed: int) -> Path:
@@ -145,8 +136,8 @@ class SharedStorageTransport:
         if self._folder is not None and self._lock is not None:
             return self._folder
         if self._folder is None:
-            self._folder, guardian = _private_folder((self._keep_versions + 1) * needed)
-            self._remove = weakref.finalize(self, _remove_private, self._folder, guardian, os.getpid())
+            self._private = PrivateFolder("rl_vllm-weights-", (self._keep_versions + 1) * needed)
+            self._folder = self._private.path
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(self._folder, self._writer, version)
         try:
@@ -170,14 +161,8 @@ class SharedStorageTransport:
         deadline: float,
     ) -> WeightUpdate:
         aside.mkdir()
-        entries: list[ShardEntry] = []
-        for entry in write_shards(aside, plans, tensors, checksum=self._checksum):
-            entries.append(entry)
-            if time.monotonic() > deadline:
-                raise RefitError(
-                    version, "stage", (), f"out of time after {len(entries)} tensors: raise stage_timeout_s"
-                )
-        manifest = WeightManifest(version=version, writer=self._writer, entries=tuple(entries)).to_json().encode()
+        entries = tuple(in_time(write_shards(aside, plans, tensors, checksum=self._checksum), version, deadline))
+        manifest = WeightManifest(version=version, writer=self._writer, entries=entries).to_json().encode()
         with (aside / WeightManifest.FILE_NAME).open("wb") as file:
             file.write(manifest)
             file.flush()
@@ -234,23 +219,6 @@ def _writer_of(path: Path) -> str | None:
         return WeightManifest.from_json((path / WeightManifest.FILE_NAME).read_text()).writer
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _private_folder(wanted_bytes: int) -> tuple[Path, subprocess.Popen[bytes]]:
-    in_memory = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > wanted_bytes
-    folder = Path(tempfile.mkdtemp(prefix="rl_vllm-weights-", dir=MEMORY_FOLDER if in_memory else None))
-    guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARDIAN, str(folder)], stdin=subprocess.PIPE, start_new_session=True
-    )
-    return folder, guardian
-
-
-def _remove_private(folder: Path, guardian: subprocess.Popen[bytes], owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        return  # a forked child has a copy of the transport, not the folder
-    shutil.rmtree(folder, ignore_errors=True)
-    guardian.kill()
-    guardian.communicate(timeout=GUARDIAN_EXIT_S)
 
 
 def _lock(folder: Path, writer: str, version: int) -> BinaryIO:

@@ -69,6 +69,12 @@ class ModuleSource:
             yield name, tensor.contiguous()
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether a weight lies on a CUDA device."""
+        tensors = self._module.parameters() if self._module is not None else (self._mapping or {}).values()
+        return any(tensor.is_cuda for tensor in tensors)
+
+    @property
     def can_score(self) -> bool:
         """Whether there is a Hugging Face model inside, which :meth:`score` can run."""
         return _is_transformers_model(self._module)

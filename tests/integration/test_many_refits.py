@@ -42,7 +42,7 @@ class Holdings:
         )
 
 
-@pytest.mark.parametrize("transport", ["shared_storage", "broadcast"])
+@pytest.mark.parametrize("transport", ["shared_storage", "broadcast", "object_store"])
 def test_nothing_drifts(service: AsyncVLLM, tiny_qwen3_tied: Path, transport: str) -> None:
     model = load_trainer(tiny_qwen3_tied)
     scheme = VLLMWeightSyncScheme(transport=transport, service=service)

@@ -20,18 +20,18 @@ TOLERANCE_NATS = 1e-4
 RUN_TIMEOUT_S = 1100.0
 REFITS = 3
 
-TRANSPORTS = ("shared_storage", "broadcast")
+TRANSPORTS = ("shared_storage", "broadcast", "object_store")
 MODELS = ("qwen3-tied", "llama-untied", "qwen3_moe-untied")
 WORKERS = (1, 2)
 MODES = ("keep", "wait", "abort")
 
 PAIRWISE = {
-    ("qwen3-tied", 1): ("shared_storage:keep", "broadcast:abort"),
+    ("qwen3-tied", 1): ("shared_storage:keep", "object_store:abort"),
     ("qwen3-tied", 2): ("broadcast:wait",),
-    ("llama-untied", 1): ("broadcast:keep",),
-    ("llama-untied", 2): ("shared_storage:abort", "shared_storage:wait"),
-    ("qwen3_moe-untied", 1): ("shared_storage:wait",),
-    ("qwen3_moe-untied", 2): ("broadcast:keep", "broadcast:abort"),
+    ("llama-untied", 1): ("shared_storage:wait",),
+    ("llama-untied", 2): ("broadcast:abort", "object_store:keep"),
+    ("qwen3_moe-untied", 1): ("broadcast:keep", "object_store:wait"),
+    ("qwen3_moe-untied", 2): ("shared_storage:abort",),
 }
 ENGINES = list(itertools.product(MODELS, WORKERS))
 CELLS = [f"{transport}:{mode}" for transport, mode in itertools.product(TRANSPORTS, MODES)]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 PROMPTS = torch.tensor([[7, 3, 300, 41, row] for row in range(8)])
 TOLERANCE_NATS = 1e-4
 
-on_each_transport = pytest.mark.parametrize("transport", ["shared_storage", "broadcast"])
+on_each_transport = pytest.mark.parametrize("transport", ["shared_storage", "broadcast", "object_store"])
 
 
 def worst_error(policy: VLLMPolicy, model: torch.nn.Module, version: int) -> float:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,42 @@ def test_an_engines_actor_is_in_the_first_bundle_and_never_blind_to_its_gpus(sha
     assert options["scheduling_strategy"].placement_group is group
     assert options["scheduling_strategy"].placement_group_bundle_index == 0
     assert options.get("runtime_env") == environment
+
+
+async def test_the_machines_of_a_replica_on_ray_are_its_bundles_and_are_asked_for_once(monkeypatch):
+    from rl_vllm.service import ray_executor
+
+    nodes = [Node(f"node-{index}", {"CPU": 4.0, "GPU": 4.0}) for index in range(2)]
+    placement = place(EngineConfig(model="m", tensor_parallel_size=2), nodes, on_cpu=False)
+    asked = []
+
+    def bundles_of(group):
+        asked.append(group)
+        return ("node-0", "node-1")
+
+    monkeypatch.setattr(ray_executor, "nodes_of", bundles_of)
+    monkeypatch.setattr(ray_executor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node-0"))
+    executor = ray_executor.RayExecutor()
+    executor._held[1] = ray_executor._Held(placement, group="group")
+    assert [await executor.hosts(1) for _ in range(2)] == [("localhost", "node-1")] * 2
+    assert asked == ["group"]
+    # Not there, or without a place yet.
+    executor._held[2] = ray_executor._Held(placement)
+    assert [await executor.hosts(index) for index in (0, 2)] == [(), ()]
+
+
+def test_a_placement_groups_nodes_are_named_once_and_the_first_bundles_first(monkeypatch):
+    from rl_vllm.engine import nodes
+
+    tables = {"spread": {"bundles_to_node_id": {2: "b", 0: "c", 1: "b"}}, "pending": {"bundles_to_node_id": {0: ""}}}
+    monkeypatch.setattr("ray.util.placement_group_table", lambda group: tables.get(group, {}))
+    assert [nodes.nodes_of(group) for group in ("spread", "pending", "gone")] == [("c", "b"), (), ()]
+
+
+async def test_the_machine_of_a_local_replica_is_this_one():
+    executor = LocalExecutor()
+    executor._hosts[0] = object()
+    assert [await executor.hosts(index) for index in (0, 1)] == [("localhost",), ()]
 
 
 async def test_stopping_what_never_started_is_no_error(model):

@@ -11,7 +11,7 @@ from rl_vllm.config import HealthConfig
 from rl_vllm.errors import DeadlineError, EngineDiedError, NoReplicaServesError, RefitError
 from rl_vllm.service.router import Router
 from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeScript, Gate
-from rl_vllm.types import FinishReason, InFlight, KVCache, ReplicaState, TensorSpec
+from rl_vllm.types import FinishReason, InFlight, KVCache, ReplicaState, TensorSpec, WeightReceiver
 
 from .conftest import TWO_TOKENS, answering, engines, first_tokens, prompts, running, update
 from .fleet import Fleet, until
@@ -459,3 +459,16 @@ async def test_a_restored_engine_that_reports_another_version_does_not_serve():
         fleet.engine(1).kill("out of memory")
         replica = await fleet.until_state(1, ReplicaState.STALE)
         assert "it reports version 99" in replica.reason
+
+
+def test_receivers_are_the_replicas_that_are_up_with_their_workers_and_machines():
+    first, second = engines(2)
+    with running(first, second, health=FOR_GOOD) as service:
+        assert service.weight_receivers() == (
+            WeightReceiver(0, 1, ("localhost",)),
+            WeightReceiver(1, 1, ("localhost",)),
+        )
+        first.kill("out of memory")
+        with pytest.raises(RefitError):
+            stage(service, 1)
+        assert [receiver.replica for receiver in service.weight_receivers()] == [1]

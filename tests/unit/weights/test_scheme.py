@@ -17,8 +17,8 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 from rl_vllm.config import RefitConfig
 from rl_vllm.errors import BadInputError, ConfigError, RefitError, WeightsMismatchError
 from rl_vllm.testing.fake_service import FakeScript, FakeService
-from rl_vllm.types import InFlight, TensorSpec
-from rl_vllm.weights import SharedStorageTransport
+from rl_vllm.types import InFlight, Sending, TensorSpec
+from rl_vllm.weights import BroadcastTransport, ModuleSource, ObjectStoreTransport, SharedStorageTransport
 from rl_vllm.weights.scheme import VLLMWeightSyncScheme
 
 SPECS = (TensorSpec("weight", "float32", (2, 3)), TensorSpec("bias", "float32", (2,)))
@@ -115,13 +115,105 @@ def test_weights_given_to_the_call_replace_the_registered_ones(
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="one of broadcast, shared_storage, got 'pigeon'"):
+    known = "auto, broadcast, ipc, object_store, shared_storage, vllm_nccl"
+    with pytest.raises(ConfigError, match=f"one of {known}, got 'pigeon'"):
         VLLMWeightSyncScheme("pigeon")
 
 
-def test_a_folder_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is for transport='shared_storage'"):
-        VLLMWeightSyncScheme("broadcast", folder=tmp_path)
+@pytest.mark.parametrize("transport", ["broadcast", "object_store"])
+def test_a_folder_is_refused_where_it_would_be_ignored(transport: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is for transport='shared_storage' or 'auto'"):
+        VLLMWeightSyncScheme(transport, folder=tmp_path)
+
+
+def test_a_transport_that_was_named_or_given_says_so(tmp_path: Path) -> None:
+    named = VLLMWeightSyncScheme("object_store").transport_choice
+    assert named is not None
+    assert (named.name, named.reason) == ("object_store", "transport='object_store' was named")
+    given = VLLMWeightSyncScheme(SharedStorageTransport(tmp_path)).transport_choice
+    assert given is not None
+    assert (given.name, given.reason) == ("shared_storage", "transport='shared_storage' was given")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("broadcast", BroadcastTransport),
+        ("object_store", ObjectStoreTransport),
+        ("shared_storage", SharedStorageTransport),
+    ],
+)
+def test_each_name_makes_its_transport(name: str, kind: type) -> None:
+    scheme = VLLMWeightSyncScheme(name)
+    assert isinstance(scheme.create_transport(), kind)
+    scheme.shutdown()
+
+
+def test_auto_chooses_at_the_first_refit_and_says_so_once(
+    service: FakeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = VLLMWeightSyncScheme("auto", service=service)
+    assert scheme.transport_choice is None
+    with pytest.raises(ConfigError, match="chosen by the first refit"):
+        scheme.create_transport()
+    with caplog.at_level("INFO", "rl_vllm.weights.scheme"):
+        receipts = [scheme.refit(nn.Linear(3, 2)) for _ in range(2)]
+    assert [receipt.transport for receipt in receipts] == ["shared_storage"] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "transport='auto' is 'shared_storage': every replica is on the trainer's machine"
+    ]
+    chosen = scheme.transport_choice
+    assert chosen is not None
+    assert (chosen.name, chosen.reason) == ("shared_storage", "every replica is on the trainer's machine")
+    scheme.shutdown()
+
+
+def test_auto_uses_a_folder_that_was_named(tmp_path: Path) -> None:
+    scheme = VLLMWeightSyncScheme("auto", service=FakeService(specs=SPECS, hosts=("node-b",)), folder=tmp_path)
+    scheme.refit(nn.Linear(3, 2))
+    assert [path.name for path in tmp_path.glob("v*")] == ["v000001"]
+    scheme.shutdown()
+
+
+def test_auto_with_weights_on_a_gpu_holds_nothing_on_the_engines_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService(specs=SPECS, hosts=("node-b",))
+    scheme = VLLMWeightSyncScheme("auto", service=service)
+    monkeypatch.setattr(ModuleSource, "is_on_gpu", True)
+    # Where nobody joins a broadcast; what is chosen stays.
+    service.script = FakeScript(commit_error=RefitError(1, "commit", (0,), "nobody is there"))
+    with pytest.raises(RefitError, match=r"nobody is there|receivers went away"):
+        scheme.refit(nn.Linear(3, 2))
+    transport = scheme.create_transport()
+    assert isinstance(transport, BroadcastTransport)
+    assert transport.sending is Sending.WHILE_COMMITTING
+    scheme.shutdown()
+
+
+def test_auto_through_ray_uses_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "put", lambda data: "reference")
+    scheme = VLLMWeightSyncScheme("auto", service=FakeService(specs=SPECS, hosts=("node-b",)))
+    assert scheme.refit(nn.Linear(3, 2)).transport == "object_store"
+    scheme.shutdown()
+
+
+def test_auto_waits_for_a_replica_to_choose_by() -> None:
+    service = FakeService(specs=SPECS, num_replicas=0)
+    scheme = VLLMWeightSyncScheme("auto", service=service)
+    with pytest.raises(RefitError, match="no replica is up") as caught:
+        scheme.refit(nn.Linear(3, 2))
+    assert (caught.value.version, caught.value.phase, scheme.transport_choice) == (1, "check", None)
+
+
+def test_a_pickled_scheme_chooses_anew(service: FakeService) -> None:
+    scheme = VLLMWeightSyncScheme("auto", service=service)
+    scheme.refit(nn.Linear(3, 2))
+    assert pickle.loads(pickle.dumps(scheme)).transport_choice is None
+    named = VLLMWeightSyncScheme("broadcast")
+    assert pickle.loads(pickle.dumps(named)).transport_choice == named.transport_choice
+    scheme.shutdown()
 
 
 def test_a_transport_of_your_own_is_used_and_closed_with_the_scheme(service: FakeService, tmp_path: Path) -> None:

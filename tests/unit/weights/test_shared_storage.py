@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -21,10 +20,12 @@ from safetensors.torch import load_file
 
 from rl_vllm.engine.shared_storage import StagedFolder
 from rl_vllm.errors import ConfigError, RefitError
+from rl_vllm.protocols import private_folder
 from rl_vllm.types import TensorSpec, WeightManifest, WeightUpdate
 from rl_vllm.weights import shared_storage
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import ModuleSource
+from tests.unit.processes import wait_for_the_end_of
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -54,17 +55,6 @@ def verified(update: WeightUpdate, specs: tuple[TensorSpec, ...] = SPECS) -> Sta
 
 def folder_of(update: WeightUpdate) -> Path:
     return Path(str(update.payload["folder"]))
-
-
-def wait_for_the_end_of(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    # A process's descriptor is readable once it has ended.
-    ended, _, _ = select.select([descriptor], [], [], 60.0)
-    os.close(descriptor)
-    assert ended, f"process {pid} is still there"
 
 
 def test_what_was_staged_is_read_bit_for_bit(transport: SharedStorageTransport) -> None:
@@ -280,7 +270,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_private_folder_goes_with_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_storage, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(private_folder, "MEMORY_FOLDER", tmp_path)
     transport = SharedStorageTransport()
     update = stage(transport)
     assert folder_of(update).parent.parent == tmp_path
@@ -292,12 +282,13 @@ def test_a_private_folder_goes_with_close(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_private_folder_goes_with_a_killed_trainer(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, signal, sys, torch\n"
+        "from rl_vllm.protocols import private_folder\n"
         "from rl_vllm.weights import shared_storage\n"
         "from rl_vllm.weights.source import ModuleSource\n"
-        "shared_storage.MEMORY_FOLDER = pathlib.Path(sys.argv[1])\n"
+        "private_folder.MEMORY_FOLDER = pathlib.Path(sys.argv[1])\n"
         "transport = shared_storage.SharedStorageTransport()\n"
         "transport.stage(ModuleSource({'a': torch.ones(2)}), 1, timeout_s=30.0)\n"
-        "print(transport._remove.peek()[2][1].pid, flush=True)\n"
+        "print(transport._private.guardian, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     dead = subprocess.run(

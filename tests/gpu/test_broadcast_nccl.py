@@ -1,0 +1,30 @@
+"""Refits by our own broadcast over NCCL, the trainer on the last GPU and the engines on the first ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.gpus import need_gpus
+
+need_gpus(2)
+
+from rl_vllm.weights import BroadcastTransport
+from tests.gpu.refits import engine_config, refit_three_times
+
+LAST = torch.device("cuda", torch.cuda.device_count() - 1)
+
+
+def nccl() -> BroadcastTransport:
+    return BroadcastTransport(hold="none", backend="nccl", bucket_bytes=100_000)
+
+
+def test_one_replica_has_the_trainers_weights_three_times_in_a_row(tiny_qwen3_tied: Path) -> None:
+    refit_three_times(engine_config(tiny_qwen3_tied), nccl(), device=LAST)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 GPUs")
+def test_two_workers_of_one_replica_have_their_parts_of_the_weights(tiny_qwen3_untied: Path) -> None:
+    refit_three_times(engine_config(tiny_qwen3_untied, tensor_parallel_size=2), nccl(), device=LAST)
