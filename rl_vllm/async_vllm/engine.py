@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torchrl.modules.llm.backends.vllm.base import RLvLLMEngine
 
 from rl_vllm.async_vllm.address import HeldPort, routable_address
+from rl_vllm.async_vllm.torchrl_weights import LOAD_FROM_STORAGE, ActorIndex, LocalLLM, read_storage, without_copies
 from rl_vllm.config import EngineConfig, RefitConfig, ServiceConfig
 from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.service import VLLMService
@@ -55,6 +56,11 @@ class AsyncVLLM(VLLMService, RLvLLMEngine):
         self._transport_lock = threading.Lock()
         self.last_receipt: RefitReceipt | None = None
 
+    @property
+    def actors(self) -> Sequence[ActorIndex]:
+        """Every index that a replica has or had."""
+        return [ActorIndex(index) for index in super().actors]
+
     def get_tp_size(self) -> int:
         """Workers of a replica that share each layer."""
         return self.config.engine.tensor_parallel_size
@@ -91,11 +97,12 @@ class AsyncVLLM(VLLMService, RLvLLMEngine):
             self._master = (master_address, int(master_port))
         self._open_transport()
 
-    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Install weights on every replica; returns when all serve them. The receipt is in ``last_receipt``.
 
         Args:
-            weights: Names, as a checkpoint has them, and tensors; read once, in this thread. Tied heads may be there.
+            weights: Names, as a checkpoint has them, and tensors; read once, in this thread. A tied head and the
+                buffers of rotary embeddings may be there.
 
         Raises:
             BadInputError: A name comes twice, or something is no tensor.
@@ -109,11 +116,50 @@ class AsyncVLLM(VLLMService, RLvLLMEngine):
             if name in collected:
                 raise BadInputError(f"{name} comes twice: send every tensor once")
             collected[name] = tensor
-        self.last_receipt = refit(self, ModuleSource(collected), self._open_transport(), config=RefitConfig())
+        expected = {spec.name: spec for spec in self.weight_specs()}
+        source = ModuleSource(without_copies(collected, expected))
+        self.last_receipt = refit(self, source, self._open_transport(), config=RefitConfig())
 
-    async def aupdate_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    async def aupdate_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As :meth:`update_weights`, awaited on any event loop; cancelling the caller does not stop the refit."""
         await asyncio.to_thread(self.update_weights, weights)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+        *,
+        actor_index: int | None = None,
+    ) -> list[list[object]]:
+        """Call a method on every worker; see the service's.
+
+        ``load_weights_from_storage``, which TorchRL's double buffer calls, is one refit by the files in its folder.
+
+        Raises:
+            ConfigError: TorchRL's receiver would start Ray to wait for the answer.
+            BadInputError: There are no weights in the folder.
+        """
+        if method != LOAD_FROM_STORAGE:
+            return super().collective_rpc(method, timeout, args, kwargs, actor_index=actor_index)
+        self._running("collective_rpc()")
+        from rl_vllm.service.ray_cluster import is_up
+
+        if not is_up():
+            raise ConfigError(
+                "TorchRL's receiver waits with ray.get, which would start Ray, and this service runs without: "
+                "create_receiver(service.as_local_llm())"
+            )
+        if not args:
+            raise ConfigError(f"{LOAD_FROM_STORAGE} needs the folder that the sender wrote to, args=(folder, ...)")
+        self.update_weights(read_storage(str(args[0])).items())
+        # Nothing is left to wait for.
+        return []
+
+    def as_local_llm(self) -> LocalLLM:
+        """This service as TorchRL's receivers want an engine in their own process; no Ray is needed."""
+        return LocalLLM(self.update_weights, self.reset_prefix_cache)
 
     def shutdown(self) -> None:
         """Stop every engine and give back what it held; calls under way end in an error. Idempotent."""

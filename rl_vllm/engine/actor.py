@@ -23,6 +23,7 @@ from rl_vllm.types import (
     InFlight,
     KVCache,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     RequestBatch,
     TensorSpec,
@@ -138,6 +139,9 @@ class EngineActor:
 
     async def reset_mm_cache(self) -> None:
         await self._running.reset_mm_cache()
+
+    async def lora_limits(self) -> LoRALimits | None:
+        return await self._running.lora_limits()
 
     async def add_lora(self, adapter: LoRAAdapter) -> None:
         await self._running.add_lora(adapter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +17,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_base_embedding_weights, is_in_target_modules
 
 from rl_vllm.errors import ConfigError
-from rl_vllm.types import TensorSpec
+from rl_vllm.types import LoRAAdapter, TensorSpec, weights_digest
 
 _SHOWN = 8
 # Module, which of the two matrices (A is applied first), and of what; PEFT's prefix is not always there.
@@ -27,7 +28,7 @@ _ONE_EXPERT = re.compile(r".*\.experts\.\d+\.\w+")
 
 
 def check_folder(
-    name: str,
+    adapter: LoRAAdapter,
     folder: Path,
     limits: LoRAConfig,
     expected: Sequence[TensorSpec],
@@ -38,7 +39,7 @@ def check_folder(
     """Read an adapter whole and compare it with the model; nothing is loaded anywhere.
 
     Args:
-        name: The adapter's, for errors.
+        adapter: Its name, for errors, and its checksum.
         folder: Where it lies.
         limits: vLLM's LoRA settings.
         expected: The model's tensors under checkpoint names.
@@ -51,13 +52,14 @@ def check_folder(
     try:
         helper = _read_settings(folder, limits)
         tensors = _read_tensors(folder)
+        _require_checksum(tensors, adapter.checksum)
         _require_no_fused_experts(tensors, adapts_experts=adapts_experts)
         shapes = {spec.name.removesuffix(".weight"): spec.shape for spec in expected if spec.name.endswith(".weight")}
         _require_modules(tensors, shapes)
         _require_targets(tensors, limits, packed)
         _require_fit(tensors, shapes, helper)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"adapter {name!r} in {folder} cannot be loaded: {error}") from error
+        raise ConfigError(f"adapter {adapter.name!r} in {folder} cannot be loaded: {error}") from error
 
 
 def _read_settings(folder: Path, limits: LoRAConfig) -> PEFTHelper:
@@ -93,6 +95,23 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise ValueError("it holds no tensors")
     return tensors
+
+
+def _require_checksum(tensors: Mapping[str, torch.Tensor], expected: str | None) -> None:
+    if expected is None:
+        return
+    found = weights_digest((_spec(name, tensor), zlib.crc32(_bytes(tensor))) for name, tensor in tensors.items())
+    if found != expected:
+        raise ValueError(f"its tensors are not those that were written: checksum {found}, expected {expected}")
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def _require_no_fused_experts(tensors: Mapping[str, torch.Tensor], *, adapts_experts: bool) -> None:

@@ -25,7 +25,7 @@ from rl_vllm.engine.adapter_folder import check_folder
 from rl_vllm.engine.death import answered
 from rl_vllm.engine.weight_specs import expected_from_config
 from rl_vllm.errors import ConfigError, EngineDiedError, UnsupportedByEngineError
-from rl_vllm.types import LoRAAdapter, TensorSpec
+from rl_vllm.types import LoRAAdapter, LoRALimits, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,19 @@ class Adapters:
         self._loads = itertools.count(1)
         self._changing = asyncio.Lock()
         self._expected: tuple[TensorSpec, ...] | None = None
+
+    def limits(self) -> LoRALimits | None:
+        """What adapters the engine takes, or None when it runs without LoRA."""
+        limits: LoRAConfig | None = self._llm.vllm_config.lora_config
+        if limits is None:
+            return None
+        assert limits.max_cpu_loras is not None, "vLLM fills it in"
+        return LoRALimits(
+            max_rank=limits.max_lora_rank,
+            max_loaded=limits.max_cpu_loras,
+            max_running=limits.max_loras,
+            target_modules=_with_parts(limits.target_modules, self._packed(limits)),
+        )
 
     async def add(self, adapter: LoRAAdapter) -> None:
         """Load an adapter; one that is loaded already under the same name, number and path is left alone.
@@ -186,7 +199,7 @@ class Adapters:
                 trust_remote_code=config.trust_remote_code,
             )
         check_folder(
-            adapter.name,
+            adapter,
             folder,
             limits,
             self._expected,
@@ -216,3 +229,12 @@ class Adapters:
             raise ConfigError(f"vLLM cannot load adapter {adapter.name!r} from {adapter.path}: {error}") from error
         if not loaded:
             raise ConfigError(f"vLLM did not load adapter {adapter.name!r} from {adapter.path} on every worker")
+
+
+def _with_parts(targets: Sequence[str] | None, packed: Mapping[str, Sequence[str]]) -> tuple[str, ...] | None:
+    """The modules that may be adapted, by the checkpoint's names too where the engine's stand for several."""
+    if targets is None:
+        return None
+    parts = [part for target in targets for part in packed.get(target, ())]
+    wholes = [whole for whole, of in packed.items() if not set(of).isdisjoint(targets)]
+    return tuple(dict.fromkeys([*targets, *parts, *wholes]))

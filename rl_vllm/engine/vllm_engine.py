@@ -41,6 +41,7 @@ from rl_vllm.types import (
     InFlight,
     KVCache,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     PromptBatch,
     RequestBatch,
@@ -229,6 +230,9 @@ class VLLMEngine:
 
     async def reset_mm_cache(self) -> None:
         await self._answered(self._llm.reset_mm_cache())
+
+    async def lora_limits(self) -> LoRALimits | None:
+        return self._adapters.limits()
 
     async def add_lora(self, adapter: LoRAAdapter) -> None:
         await self._answered(self._adapters.add(adapter))

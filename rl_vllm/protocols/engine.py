@@ -14,6 +14,7 @@ from rl_vllm.types import (
     InFlight,
     KVCache,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     RequestBatch,
     TensorSpec,
@@ -102,6 +103,10 @@ class Engine(Protocol):
         """Forget cached multi-modal inputs."""
         ...
 
+    async def lora_limits(self) -> LoRALimits | None:
+        """What adapters it takes, or None when it runs without LoRA."""
+        ...
+
     async def add_lora(self, adapter: LoRAAdapter) -> None:
         """Load an adapter; from then on prompts may name it. One of the same name and number is loaded already: no-op.
 
@@ -112,7 +117,11 @@ class Engine(Protocol):
         ...
 
     async def remove_lora(self, name: str) -> bool:
-        """Unload an adapter; False when there is none of this name."""
+        """Unload an adapter; False when there is none of this name.
+
+        Raises:
+            ConfigError: Unfinished requests use it.
+        """
         ...
 
     async def list_loras(self) -> tuple[LoRAAdapter, ...]:

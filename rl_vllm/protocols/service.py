@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from rl_vllm.types import (
+    AdapterState,
+    AdapterUpdate,
     BadPrompt,
     CommitReport,
     CompletionBatch,
@@ -85,4 +88,48 @@ class GenerationService(Protocol):
         Raises:
             RefitError: Names the replicas that failed and the first one's reason.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterService(GenerationService, Protocol):
+    """A service whose adapters can be trained while it serves."""
+
+    def trained_adapters(self) -> Mapping[str, int]:
+        """The version that answers for each trained adapter; no engine is asked."""
+        ...
+
+    def adapter_state(self) -> AdapterState:
+        """Which adapters there are, and what others would fit."""
+        ...
+
+    def stage_adapter(self, update: AdapterUpdate, *, timeout_s: float) -> float:
+        """Load a version on every replica, or on none; requests may name it, and none gets it by another name.
+
+        Old versions that hold the last slot are waited for, within the same limit.
+
+        Returns:
+            How long the slowest replica took, in seconds.
+
+        Raises:
+            AdapterRefitError: Phase "stage": names the replicas that failed and the first one's reason.
+        """
+        ...
+
+    def commit_adapter(self, update: AdapterUpdate, *, default: bool) -> int:
+        """Give a staged version to every request that begins from now on and names its adapter.
+
+        The old version goes when no request of its is in flight.
+
+        Args:
+            update: As staged.
+            default: Whether requests that name no adapter get it too.
+
+        Returns:
+            The number of replicas that have it.
+        """
+        ...
+
+    def discard_adapter(self, update: AdapterUpdate) -> None:
+        """Remove a staged version that will not be committed."""
         ...

@@ -6,13 +6,16 @@ import asyncio
 import difflib
 import itertools
 import os
+import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from rl_vllm.errors import ConfigError
+from rl_vllm.protocols import Engine
 from rl_vllm.service.fan_out import FanOut
 from rl_vllm.service.replicas import Replica
-from rl_vllm.types import LoRAAdapter
+from rl_vllm.types import BASE_MODEL, LoRAAdapter
 
 
 @runtime_checkable
@@ -27,27 +30,46 @@ class LoRARequestLike(Protocol):
 # An adapter as a caller may name it: by the name it was added under, or as what is to be added.
 Adapter = str | LoRAAdapter | LoRARequestLike
 
+# Replicas, and what each took to load an adapter, in seconds, or the error it ended in.
+_Loads: TypeAlias = tuple[list[Replica], list[float | BaseException]]
+
 
 class AdapterRegistry:
     """The adapters that were added; used on the service's loop only.
 
     Args:
         on_replicas: Calls to all replicas.
+
+    Attributes:
+        reserved: Names that no adapter may be added under.
     """
 
     def __init__(self, on_replicas: FanOut) -> None:
+        self.reserved = {BASE_MODEL}
         self._on_replicas = on_replicas
         self._adapters: dict[str, LoRAAdapter] = {}
         # Not removed from every replica yet: no request may name them, and their slots may still be taken.
         self._leaving: dict[str, LoRAAdapter] = {}
         self._pinned: set[str] = set()
         self._numbers = itertools.count(1)
+        self._num_changes = 0
+        # By a replica's index: its engine, and the number of changes when it was given everything.
+        self._restored: dict[int, tuple[Engine, int]] = {}
         # One change at a time, so that a replica that joins in between misses none.
         self._turn = asyncio.Lock()
 
     def list(self) -> tuple[LoRAAdapter, ...]:
         """Every adapter, by number."""
         return tuple(sorted(self._adapters.values(), key=lambda adapter: adapter.number))
+
+    @property
+    def occupants(self) -> tuple[str, ...]:
+        """Names of all that may hold a slot of an engine: the adapters, and those that are not gone everywhere."""
+        return (*self._adapters, *self._leaving)
+
+    def find(self, adapter: Adapter | int) -> LoRAAdapter | None:
+        """The adapter of this name or number, loaded or not gone yet; None when there is none."""
+        return _find(adapter, self._adapters | self._leaving)
 
     async def add(self, adapter: Adapter, path: str | os.PathLike[str] | None = None) -> LoRAAdapter:
         """Load an adapter on every replica or on none; the same one is loaded already: no-op.
@@ -65,18 +87,38 @@ class AdapterRegistry:
             wanted = self._as_adapter(adapter, path)
             if self._adapters.get(wanted.name) == wanted:
                 return wanted
-            targets = self._on_replicas.targets()
-            results = await self._on_replicas.gather(targets, lambda engine: engine.add_lora(wanted), long=True)
-            loaded = [r for r, result in zip(targets, results, strict=True) if not isinstance(result, BaseException)]
-            if len(loaded) < len(targets):
-                await self._on_replicas.gather(
-                    [replica for replica in loaded if replica.state.is_up],
-                    lambda engine: engine.remove_lora(wanted.name),
-                )
-                self._on_replicas.raise_failures("add_lora()", targets, results)
+            targets, results = await self._load(wanted, None)
+            self._on_replicas.raise_failures("add_lora()", targets, results)
+            return wanted
+
+    async def load(self, name: str, path: str, *, checksum: str | None, within_s: float) -> _Loads:
+        """As :meth:`add`, under a name that is new, with what became of every replica in place of an error.
+
+        Returns:
+            The replicas, and what each took, in seconds, or the error it ended in; unless all took it, none has it.
+        """
+        async with self._turn:
+            wanted = replace(self._as_adapter(name, path), checksum=checksum)
+            return await self._load(wanted, within_s)
+
+    async def _load(self, wanted: LoRAAdapter, within_s: float | None) -> _Loads:
+        async def timed(engine: Engine) -> float:
+            started = time.perf_counter()
+            await engine.add_lora(wanted)
+            return time.perf_counter() - started
+
+        targets = self._on_replicas.targets()
+        results = await self._on_replicas.gather(targets, timed, long=True, within_s=within_s)
+        if any(isinstance(result, BaseException) for result in results):
+            # Also where it failed: what did not answer in time may have it by now.
+            await self._on_replicas.gather(
+                [replica for replica in targets if replica.state.is_up], lambda engine: engine.remove_lora(wanted.name)
+            )
+        else:
             self._leaving.pop(wanted.name, None)
             self._adapters[wanted.name] = wanted
-            return wanted
+            self._num_changes += 1
+        return targets, results
 
     async def remove(self, adapter: Adapter | int) -> bool:
         """Unload an adapter from every replica; False when there is none of this name or number.
@@ -85,12 +127,13 @@ class AdapterRegistry:
             ReplicaCallError: It failed on some; no request may name it any more. Call it again to remove it there.
         """
         async with self._turn:
-            known = _find(adapter, self._adapters | self._leaving)
+            known = self.find(adapter)
             if known is None:
                 return False
             self._adapters.pop(known.name, None)
             self._pinned.discard(known.name)
             self._leaving[known.name] = known
+            self._num_changes += 1
             await self._on_replicas("remove_lora()", lambda engine: engine.remove_lora(known.name))
             del self._leaving[known.name]
             return True
@@ -124,15 +167,30 @@ class AdapterRegistry:
         return tuple(None if each is None else distinct[id(each)] for each in asked)
 
     async def restore(self, replica: Replica) -> None:
-        """Load everything on a replica that has just started."""
+        """Give a replica that does not serve yet what the others have, and nothing else."""
         async with self._turn:
+            engine = replica.engine
+            if self._restored.get(replica.index, (None, 0))[0] is engine:
+                for stray in await engine.list_loras():
+                    if stray.name not in self._adapters:
+                        await engine.remove_lora(stray.name)
             for adapter in self.list():
-                await replica.engine.add_lora(adapter)
+                await engine.add_lora(adapter)
                 if adapter.name in self._pinned:
-                    await replica.engine.pin_lora(adapter.name)
+                    await engine.pin_lora(adapter.name)
+            self._restored[replica.index] = engine, self._num_changes
+
+    def is_restored(self, replica: Replica) -> bool:
+        """Whether nothing has changed, and nothing is changing, since :meth:`restore` of this replica's engine."""
+        engine, num_changes = self._restored.get(replica.index, (None, 0))
+        return engine is replica.engine and num_changes == self._num_changes and not self._turn.locked()
 
     def _as_adapter(self, adapter: Adapter, path: str | os.PathLike[str] | None) -> LoRAAdapter:
         name, folder, number = _facts(adapter, path)
+        if name in self.reserved:
+            raise ConfigError(
+                f"{name!r} names the base model or a trained adapter, which refit_adapter() updates: choose another"
+            )
         loaded = self._adapters | self._leaving
         known = loaded.get(name)
         if known is not None:

@@ -15,6 +15,7 @@ from rl_vllm.service.fan_out import FanOut
 from rl_vllm.service.lifecycle import Lifecycle
 from rl_vllm.service.observe.counters import ServiceCounters
 from rl_vllm.service.observe.sampler import Sampler
+from rl_vllm.service.policies import PolicyAdapters
 from rl_vllm.service.refits import WeightsControl
 from rl_vllm.service.replicas import Replica, ReplicaSet
 from rl_vllm.service.router import Router
@@ -48,6 +49,7 @@ class Core:
             self.replicas, self._quiet, limit_s=config.rpc_timeout_s, long_limit_s=self._restore_timeout_s
         )
         self.adapters = AdapterRegistry(self.on_replicas)
+        self.policies = PolicyAdapters(self.adapters, self.on_replicas, self.counters)
         self.sleep = SleepControl(self.replicas, self.on_replicas)
         self.sampler = Sampler(self.replicas, period_s=config.metrics_period_s, timeout_s=config.rpc_timeout_s)
 
@@ -59,6 +61,7 @@ class Core:
     async def close(self) -> None:
         """Stop watching. Idempotent; the engines go on."""
         await self.sampler.close()
+        await self.policies.close()
         await self.lifecycle.close()
 
     def route_by(self, routing: RoutingConfig) -> None:
@@ -80,4 +83,8 @@ class Core:
             if self.sleep.level is not None:
                 await self.sleep.restore(replica)
                 # Weights come last, so that none committed meanwhile is missed.
+                await self.weights.restore(replica)
+            # An adapter that came or went meanwhile did so on the replicas that serve.
+            while not self.adapters.is_restored(replica):
+                await self.adapters.restore(replica)
                 await self.weights.restore(replica)

@@ -250,17 +250,18 @@ async def answer(
     if not job.rows:
         return []
     with core.sleep.awake(call, job.only):
-        prompts = await with_adapters(core, job)
+        async with core.policies.lease(job.prompts, job.adapters) as lease:
 
-        async def one(positions: Sequence[int]) -> list[CompletionBatch]:
-            rows = [job.rows[position] for position in positions]
-            settings = [work.settings[position] for position in positions]
-            return await _gather(core.dispatcher.stream(prompts, rows, settings, only=job.only), on_chunk)
+            async def one(positions: Sequence[int]) -> list[CompletionBatch]:
+                rows = [job.rows[position] for position in positions]
+                settings = [work.settings[position] for position in positions]
+                stream = core.dispatcher.stream(lease.prompts, rows, settings, only=job.only)
+                return await _gather(stream, lease.label, on_chunk)
 
-        groups = work.groups()
-        if len(groups) == 1:
-            return [await one(groups[0])]
-        return await _together([one(positions) for positions in groups])
+            groups = work.groups()
+            if len(groups) == 1:
+                return [await one(groups[0])]
+            return await _together([one(positions) for positions in groups])
 
 
 async def _together(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
@@ -279,19 +280,18 @@ async def embed(core: Core, job: Job, pooling: PoolingConfig, call: str) -> list
     if not job.rows:
         return []
     with core.sleep.awake(call, job.only):
-        prompts = await with_adapters(core, job)
-        return await _gather(core.dispatcher.embed(prompts, job.rows, pooling, only=job.only), None)
+        async with core.policies.lease(job.prompts, job.adapters) as lease:
+            stream = core.dispatcher.embed(lease.prompts, job.rows, pooling, only=job.only)
+            return await _gather(stream, lambda chunk: chunk, None)
 
 
-async def with_adapters(core: Core, job: Job) -> PromptBatch:
-    """The prompts with the names of their adapters, every one loaded."""
-    return replace(job.prompts, loras=await core.adapters.names(job.adapters))
-
-
-async def _gather(stream: AsyncGenerator[T, None], on_chunk: Callable[[T], None] | None) -> list[T]:
+async def _gather(
+    stream: AsyncGenerator[T, None], label: Callable[[T], T], on_chunk: Callable[[T], None] | None
+) -> list[T]:
     chunks = []
     async with aclosing(stream):
-        async for chunk in stream:
+        async for unlabelled in stream:
+            chunk = label(unlabelled)
             chunks.append(chunk)
             if on_chunk is not None:
                 on_chunk(chunk)

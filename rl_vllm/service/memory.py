@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rl_vllm.service.adapters import Adapter
-from rl_vllm.service.calls import Calls, blocking, long_limit, on_loop, own_limit
+from rl_vllm.service.calls import GRACE_S, Calls, blocking, long_limit, on_loop, own_limit
 from rl_vllm.service.loop import with_deadline
-from rl_vllm.types import LoRAAdapter
+from rl_vllm.types import AdapterState, AdapterUpdate, LoRAAdapter
 
 
 class MemoryCalls(Calls):
@@ -33,8 +34,11 @@ class MemoryCalls(Calls):
 
     @on_loop()
     async def aremove_lora(self, adapter: Adapter | int) -> bool:
-        """Unload an adapter, by name or number, from every replica; False when there is none."""
-        return await self._running("remove_lora()").adapters.remove(adapter)
+        """Unload an adapter, by name or number, from every replica; False when there is none.
+
+        A trained one goes when no request of its is in flight; those that named none get the base model from now on.
+        """
+        return await self._running("remove_lora()").policies.remove(adapter)
 
     remove_lora = blocking(aremove_lora)
 
@@ -55,6 +59,45 @@ class MemoryCalls(Calls):
         return await self._running("pin_lora()").adapters.pin(adapter)
 
     pin_lora = blocking(apin_lora)
+
+    @on_loop()
+    async def atrained_adapters(self) -> Mapping[str, int]:
+        """The version that answers for each trained adapter; no engine is asked."""
+        return self._running("trained_adapters()").policies.trained()
+
+    trained_adapters = blocking(atrained_adapters)
+
+    @on_loop()
+    async def aadapter_state(self) -> AdapterState:
+        """See :meth:`rl_vllm.protocols.AdapterService.adapter_state`."""
+        return await self._running("adapter_state()").policies.state()
+
+    adapter_state = blocking(aadapter_state)
+
+    @on_loop(own_limit)
+    async def astage_adapter(self, update: AdapterUpdate, *, timeout_s: float) -> float:
+        """See :meth:`rl_vllm.protocols.AdapterService.stage_adapter`."""
+        core = self._running("stage_adapter()")
+        core.sleep.require_weights_awake("stage_adapter()")
+        stage = partial(core.policies.stage, update, within_s=timeout_s)
+        # What was half loaded is removed after the limit.
+        return await with_deadline(stage, timeout_s + self.config.rpc_timeout_s + GRACE_S, "stage_adapter()")
+
+    stage_adapter = blocking(astage_adapter)
+
+    @on_loop()
+    async def acommit_adapter(self, update: AdapterUpdate, *, default: bool) -> int:
+        """See :meth:`rl_vllm.protocols.AdapterService.commit_adapter`."""
+        return self._running("commit_adapter()").policies.commit(update, default=default)
+
+    commit_adapter = blocking(acommit_adapter)
+
+    @on_loop()
+    async def adiscard_adapter(self, update: AdapterUpdate) -> None:
+        """See :meth:`rl_vllm.protocols.AdapterService.discard_adapter`."""
+        await self._running("discard_adapter()").policies.discard(update)
+
+    discard_adapter = blocking(adiscard_adapter)
 
     @on_loop(own_limit)
     async def asleep(

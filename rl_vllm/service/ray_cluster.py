@@ -22,6 +22,11 @@ _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 60.0
 
 
+def is_up() -> bool:
+    """Whether this process has a Ray, whoever started it."""
+    return bool(ray.is_initialized())
+
+
 class RayCluster:
     """Counts its users; safe from any thread.
 

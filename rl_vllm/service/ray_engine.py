@@ -20,6 +20,7 @@ from rl_vllm.types import (
     InFlight,
     KVCache,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     RequestBatch,
     TensorSpec,
@@ -119,6 +120,10 @@ class RayEngine:
 
     async def reset_mm_cache(self) -> None:
         await self._call("reset_mm_cache")
+
+    async def lora_limits(self) -> LoRALimits | None:
+        limits: LoRALimits | None = await self._call("lora_limits")
+        return limits
 
     async def add_lora(self, adapter: LoRAAdapter) -> None:
         await self._call("add_lora", adapter)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from rl_vllm.errors import ConfigError, GenerationError, ServiceNotRunningError, UnknownRequestError
 from rl_vllm.service.core import Core
 from rl_vllm.service.inputs import Prompts
-from rl_vllm.service.jobs import GenerateJob, RequestOptions, with_adapters
+from rl_vllm.service.jobs import GenerateJob, RequestOptions
 from rl_vllm.service.loop import with_deadline
 from rl_vllm.service.outbox import Outbox
 from rl_vllm.service.outputs import end_samples, join_pieces
@@ -339,11 +339,11 @@ class RequestManager:
     async def _stream(self, live: LiveRequest) -> None:
         core, job = self._core("add_request()"), live.work.job
         with core.sleep.awake("add_request()", job.only):
-            prompts = await with_adapters(core, job)
-            live.stream = core.dispatcher.stream_pieces(prompts, job.rows, live.work.settings, only=job.only)
-            async with aclosing(live.stream):
-                async for chunk in live.stream:
-                    live.take(chunk)
+            async with core.policies.lease(job.prompts, job.adapters) as lease:
+                live.stream = core.dispatcher.stream_pieces(lease.prompts, job.rows, live.work.settings, only=job.only)
+                async with aclosing(live.stream):
+                    async for chunk in live.stream:
+                        live.take(lease.label(chunk))
 
     def _retire(self, live: LiveRequest) -> None:
         name = live.record.request_id

@@ -195,8 +195,9 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
 
     @property
     def weight_version(self) -> int:
-        """The version that every serving replica has; 0 is what was loaded at launch."""
-        return self._running("weight_version").replicas.version
+        """The newest version that every serving replica has, of weights or of an adapter; 0 is what was launched."""
+        core = self._running("weight_version")
+        return max(core.replicas.version, core.policies.version)
 
     @on_loop()
     async def aweight_specs(self) -> tuple[TensorSpec, ...]:

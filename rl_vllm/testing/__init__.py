@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_vllm.testing.answers import FakeRequest, FakeScript
-    from rl_vllm.testing.fake_engine import FakeEngine, FakeEngineScript
+    from rl_vllm.testing.engine_script import FakeEngineScript
+    from rl_vllm.testing.fake_engine import FakeEngine
     from rl_vllm.testing.fake_executor import FakeExecutor, FakeExecutorScript
     from rl_vllm.testing.fake_service import FakeService
     from rl_vllm.testing.gate import Gate
 
 _WHERE = {
     "FakeEngine": "rl_vllm.testing.fake_engine",
-    "FakeEngineScript": "rl_vllm.testing.fake_engine",
+    "FakeEngineScript": "rl_vllm.testing.engine_script",
     "FakeExecutor": "rl_vllm.testing.fake_executor",
     "FakeExecutorScript": "rl_vllm.testing.fake_executor",
     "FakeRequest": "rl_vllm.testing.answers",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
 from rl_vllm.errors import ConfigError, DeadlineError, EngineDiedError, UnsupportedByEngineError
 from rl_vllm.testing.answers import FAKE_MODEL, FakeRequest, FakeScript, FakeWeights, answer, pieces, requests_of
+from rl_vllm.testing.engine_script import FakeEngineScript, require_idle, require_room
 from rl_vllm.testing.gate import Gate
 from rl_vllm.types import (
     CommitReport,
@@ -22,54 +23,12 @@ from rl_vllm.types import (
     InFlight,
     KVCache,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     RequestBatch,
     TensorSpec,
     WeightUpdate,
 )
-
-
-def _no_gate(_request: FakeRequest) -> None:
-    return None
-
-
-def _no_delay(_request: FakeRequest) -> float:
-    return 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeEngineScript:
-    """What a fake engine does beyond the default; every field changes one thing.
-
-    Attributes:
-        answers: Responses, failures and errors of stage and commit; where it says row, an engine takes the request's
-            number. A service numbers its first requests 0, 1, ... in the order of their rows.
-        gate: Where a request waits before it is answered (asked with its first sample), or None.
-        delay_s: Seconds a request takes.
-        piece_gate: Where every piece of a streamed response but the first waits.
-        stage_gate: Where ``stage_weights`` waits.
-        commit_gate: Where ``commit_weights`` waits, already paused.
-        adapter_error: Raised by ``add_lora``.
-        dies_after: The engine dies when it has yielded this many chunks in its life; every request is one chunk.
-        lost: Numbers of requests that a stream ends without answering.
-        repeats: Every chunk is yielded twice.
-    """
-
-    answers: FakeScript = field(default_factory=FakeScript)
-    gate: Callable[[FakeRequest], Gate | None] = _no_gate
-    delay_s: Callable[[FakeRequest], float] = _no_delay
-    piece_gate: Gate | None = None
-    stage_gate: Gate | None = None
-    commit_gate: Gate | None = None
-    adapter_error: Exception | None = None
-    dies_after: int | None = None
-    lost: frozenset[int] = frozenset()
-    repeats: bool = False
-
-    def __post_init__(self) -> None:
-        if self.answers.columns is not None:
-            raise ConfigError("an engine numbers its answers: FakeScript.columns is for FakeService alone")
-
 
 _Chunk = CompletionBatch | EngineDiedError
 
@@ -329,15 +288,24 @@ class FakeEngine:
     async def reset_mm_cache(self) -> None:
         await self.check_health()
 
+    async def lora_limits(self) -> LoRALimits | None:
+        await self.check_health()
+        return self.script.lora_limits
+
     async def add_lora(self, adapter: LoRAAdapter) -> None:
         """Any path will do."""
         await self.check_health()
+        if self.script.adapter_gate is not None:
+            await self.script.adapter_gate.passed()
         if self.script.adapter_error is not None:
             raise self.script.adapter_error
-        self.adapters[adapter.name] = adapter
+        if self.adapters.get(adapter.name) != adapter:
+            require_room(adapter, self.adapters, self.script.lora_limits)
+            self.adapters[adapter.name] = adapter
 
     async def remove_lora(self, name: str) -> bool:
         await self.check_health()
+        require_idle(name, (running.requests[0] for running in self._running.values()))
         return self.adapters.pop(name, None) is not None
 
     async def list_loras(self) -> tuple[LoRAAdapter, ...]:

@@ -12,9 +12,12 @@ from rl_vllm.types.batch import (
 from rl_vllm.types.embedding import EmbeddingBatch, EmbeddingRequest, PoolingConfig
 from rl_vllm.types.sampling import SamplingConfig
 from rl_vllm.types.state import (
+    BASE_MODEL,
+    AdapterState,
     BadPrompt,
     EngineMetrics,
     LoRAAdapter,
+    LoRALimits,
     ModelInfo,
     Overload,
     ReplicaState,
@@ -22,6 +25,7 @@ from rl_vllm.types.state import (
 )
 from rl_vllm.types.stats import ReplicaSample, ReplicaStats
 from rl_vllm.types.weights import (
+    AdapterUpdate,
     CommitReport,
     InFlight,
     KVCache,
@@ -38,6 +42,9 @@ from rl_vllm.types.weights import (
 )
 
 __all__ = [
+    "BASE_MODEL",
+    "AdapterState",
+    "AdapterUpdate",
     "BadPrompt",
     "CommitReport",
     "CompletionBatch",
@@ -48,6 +55,7 @@ __all__ = [
     "InFlight",
     "KVCache",
     "LoRAAdapter",
+    "LoRALimits",
     "ModelInfo",
     "Overload",
     "PoolingConfig",

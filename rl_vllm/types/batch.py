@@ -69,7 +69,9 @@ class PromptBatch:
         tokens_T: int32 [T].
         offsets_B1: int64 [B + 1].
         session_ids: One session id per prompt, or None; a router keeps a session on one replica.
-        loras: Name of the adapter that answers each prompt, None for the base model; or None when there is none at all.
+        loras: Name of the adapter that answers each prompt, or None when there is none at all. A None within is the
+            base model to an engine; to a service it is the adapter that requests without a name get, if there is one,
+            and :data:`BASE_MODEL` names the base model.
     """
 
     tokens_T: Int32

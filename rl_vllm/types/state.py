@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+#: How a request names the model without any adapter, also where requests that name none get a trained one.
+BASE_MODEL: Final = "@base"
 
 
 class ReplicaState(enum.Enum):
@@ -119,8 +124,52 @@ class LoRAAdapter:
         name: What requests call it.
         number: The id that vLLM tells adapters apart by, at least 1.
         path: Folder in PEFT's format, readable on every replica's host.
+        checksum: The :func:`weights_digest` of its tensors as whoever wrote them had them, or None when that is not
+            known; an engine takes no others.
     """
 
     name: str
     number: int
     path: str
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRALimits:
+    """What adapters an engine takes.
+
+    Attributes:
+        max_rank: Largest rank.
+        max_loaded: Adapters that it holds at once, used or not.
+        max_running: Adapters that one step can compute with; the requests of others wait.
+        target_modules: Last parts of the names of the modules that may be adapted, or whole names; None means all.
+    """
+
+    max_rank: int
+    max_loaded: int
+    max_running: int
+    target_modules: tuple[str, ...] | None = None
+
+    def may_adapt(self, module: str) -> bool:
+        """Whether a module of this name may be adapted."""
+        targets = self.target_modules
+        return targets is None or module in targets or module.rsplit(".", 1)[-1] in targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterState:
+    """The adapters of a service at one moment.
+
+    Attributes:
+        limits: What adapters its engines take, or None when they run without LoRA.
+        loaded: Names of those that stay until they are removed, a trained one as its version: ``policy@v7``.
+        leaving: Old versions of trained ones, which go when no request of theirs is in flight.
+        trained: The version that answers for each trained adapter.
+        default: The trained adapter of requests that name none, or None: the base model answers them.
+    """
+
+    limits: LoRALimits | None
+    loaded: tuple[str, ...]
+    leaving: tuple[str, ...]
+    trained: Mapping[str, int]
+    default: str | None

@@ -42,10 +42,15 @@ class InFlight(enum.Enum):
 
 
 class KVCache(enum.Enum):
-    """What happens to KV computed under the old weights when a refit is committed."""
+    """What happens to KV computed under the old weights when a refit is committed.
+
+    ``SEPARATE`` stands in the receipts of adapter refits only: every version of an adapter has KV of its own, so none
+    was forgotten and none of another version is read.
+    """
 
     RECOMPUTE = "recompute"
     REUSE = "reuse"
+    SEPARATE = "separate"
 
 
 class Sending(enum.Enum):
@@ -178,6 +183,37 @@ class WeightUpdate:
         return replace(self, payload={**self.payload, "replica": replica})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUpdate:
+    """One version of a trained adapter, as a service is told of it.
+
+    Attributes:
+        name: What trainer and requests call the adapter, ``policy`` for example.
+        version: Above every version committed before, of weights or of an adapter.
+        path: Folder in PEFT's format, readable on every replica's host.
+        num_tensors: Tensors in it.
+        num_bytes: Their bytes.
+        checksum: The trainer's :func:`weights_digest` of them, which every engine compares with what it reads; None
+            compares nothing.
+    """
+
+    name: str
+    version: int
+    path: str
+    num_tensors: int
+    num_bytes: int
+    checksum: str | None = None
+
+    @staticmethod
+    def full_name_of(name: str, version: int) -> str:
+        """What the engines call a version of an adapter: ``policy@v7``."""
+        return f"{name}@v{version}"
+
+    @property
+    def full_name(self) -> str:
+        return self.full_name_of(self.name, self.version)
+
+
 @dataclass(frozen=True, slots=True)
 class CommitReport:
     """What one engine did when it committed an update.
@@ -208,7 +244,8 @@ class RefitReceipt:
         num_tensors: Tensors sent.
         num_bytes: Bytes sent.
         phase_s: Seconds of "check", "stage" and "commit", and of "verify" when logprobs were compared.
-        stall_s: Longest time a replica made no token, in seconds.
+        stall_s: Longest time a replica made no token, in seconds; of an adapter at most that, being the time that the
+            slowest replica took to load it.
         checksum: Digest that all replicas agree on; empty with ``Verify.NONE``.
         num_rpcs: Calls made to each replica to refit it; scoring a probe batch is not counted.
         logprob_max_difference: Largest difference between a replica's and the trainer's logprob of one probe token, in

@@ -1,5 +1,6 @@
 """Weights from a trainer to every replica, with proof that they took."""
 
+from rl_vllm.weights.adapter import refit_adapter
 from rl_vllm.weights.auto import RefitFacts, TransportChoice, choose_transport
 from rl_vllm.weights.broadcast import BroadcastTransport
 from rl_vllm.weights.check import check_specs
@@ -30,4 +31,5 @@ __all__ = [
     "choose_transport",
     "join_refit",
     "refit",
+    "refit_adapter",
 ]

@@ -66,4 +66,10 @@ def _prefix_hint(offered: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
         prefix = name.removesuffix(first)
         if name != first and name.endswith(f".{first}") and all(f"{prefix}{other}" in offered for other in wanted):
             return f"every name starts with {prefix!r}: pass the model inside the wrapper, or strip the prefix"
+    prefix = first.partition(".")[0] + "."
+    if any(f"{prefix}{name}" in wanted for name in offered) and not any(name in wanted for name in offered):
+        return (
+            f"every name lacks {prefix!r}: send the whole model; TorchRL's push_weights_from_transformers() sends the "
+            ".model of what it is given, so give it TransformersWrapper(model) or another object with .model"
+        )
     return None

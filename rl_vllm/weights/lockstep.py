@@ -65,6 +65,10 @@ class LeadingSource:
     def can_score(self) -> bool:
         return isinstance(self._source, ModuleSource) and self._source.can_score
 
+    @property
+    def merges_adapters(self) -> bool:
+        return isinstance(self._source, ModuleSource) and self._source.merges_adapters
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """As the source says, asked on all ranks."""
         self._tell(_SPECS)

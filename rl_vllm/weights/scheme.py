@@ -16,12 +16,14 @@ from rl_vllm.config import RefitConfig
 from rl_vllm.errors import ConfigError, RefitError
 from rl_vllm.protocols import GenerationService, SendingTransport, WeightSource, WeightTransport
 from rl_vllm.types import RefitReceipt, Verify
+from rl_vllm.weights.adapter import refit_adapter, require_adapter_settings
 from rl_vllm.weights.auto import TransportChoice, choose_transport, gather_facts
 from rl_vllm.weights.broadcast import BroadcastTransport
 from rl_vllm.weights.ipc import IPCTransport
 from rl_vllm.weights.object_store import ObjectStoreTransport
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import ModuleSource
+from rl_vllm.weights.trained_adapter import TrainedAdapter
 from rl_vllm.weights.update import refit
 from rl_vllm.weights.vllm_nccl import VLLMNCCLTransport
 
@@ -86,9 +88,11 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         service: What to refit; may be given to :meth:`create_sender` or :meth:`create_receiver` instead.
         config: None means the defaults of :class:`~rl_vllm.config.RefitConfig`.
         folder: Where ``shared_storage`` puts its files; None means a private folder on this machine.
+        adapter: Send the LoRA adapter of a PEFT model alone, under this name (:func:`~rl_vllm.weights.refit_adapter`),
+            for example "policy"; needs ``transport="shared_storage"``. None sends whole weights, adapters merged.
 
     Raises:
-        ConfigError: The transport is not known, or has no use for a folder.
+        ConfigError: The transport is not known, or has no use for a folder or an adapter.
     """
 
     def __init__(
@@ -98,11 +102,19 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         service: GenerationService | None = None,
         config: RefitConfig | None = None,
         folder: Folder = None,
+        adapter: str | None = None,
     ) -> None:
         if isinstance(transport, str) and transport not in TRANSPORTS and transport != AUTO:
             raise ConfigError(f"transport must be one of {', '.join(sorted([*TRANSPORTS, AUTO]))}, got {transport!r}")
         if folder is not None and transport not in ("shared_storage", AUTO):
             raise ConfigError(f"folder={os.fspath(folder)!r} is for transport='shared_storage' or 'auto': leave it out")
+        if adapter is not None:
+            if transport != "shared_storage":
+                raise ConfigError(
+                    f"adapter={adapter!r} is written to a folder, which engines read: use transport='shared_storage'"
+                )
+            require_adapter_settings(adapter, config or RefitConfig())
+        self._adapter = adapter
         self._transport = None if isinstance(transport, str) else transport
         self._choice = None if transport == AUTO else _given(transport)
         super().__init__(strategy="tensordict")
@@ -146,7 +158,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         Raises:
             BadInputError: It holds no weights that can be sent.
         """
-        self._trained = _as_source(model)
+        if self._adapter is None:
+            self._trained = _as_source(model)
+        else:
+            self._trained = _adapted(model)
 
     def refit(self, weights: Weights | None = None) -> RefitReceipt:
         """Install weights, or the registered model's, on every replica.
@@ -161,6 +176,11 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         trained = self._trained if weights is None else weights
         if trained is None:
             raise ConfigError("no weights to send: call register_model(model) first, or pass weights")
+        if self._adapter is not None:
+            self.last_receipt = refit_adapter(
+                self._service, _adapted(trained), name=self._adapter, folder=self._folder, config=self._config
+            )
+            return self.last_receipt
         source = _as_source(trained)
         if self._choice is None:
             self._choice = self._choose(self._service, source)
@@ -278,6 +298,11 @@ class VLLMWeightReceiver:
         return self._scheme.refit(weights)
 
 
+def _adapted(weights: Weights) -> nn.Module:
+    """The module with the adapter in it; refuses what holds none."""
+    TrainedAdapter(weights)
+    assert isinstance(weights, nn.Module), "else it was refused"
+    return weights
 def _given(transport: str | Transport) -> TransportChoice:
     name = transport if isinstance(transport, str) else transport.name
     return TransportChoice(name, f"transport={name!r} was {'named' if isinstance(transport, str) else 'given'}")

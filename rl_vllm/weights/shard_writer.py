@@ -174,3 +174,12 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
     low, high = torch.aminmax(tensor.detach())
     if not (bool(torch.isfinite(low)) and bool(torch.isfinite(high))):
         raise BadInputError(f"{name} holds NaN or infinity (smallest {low.item()}, largest {high.item()})")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names, so that a rename in it is there after a crash."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

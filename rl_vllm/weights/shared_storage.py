@@ -27,7 +27,7 @@ from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource
 from rl_vllm.protocols.private_folder import PrivateFolder
 from rl_vllm.types import WeightManifest, WeightUpdate, digest_of
-from rl_vllm.weights.shard_writer import ShardPlan, in_time, plan_shards, write_shards
+from rl_vllm.weights.shard_writer import ShardPlan, in_time, plan_shards, sync_folder, write_shards
 
 LOCK_FILE = ".rl_vllm-writer.lock"
 
@@ -167,9 +167,9 @@ class SharedStorageTransport:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(aside)
+        sync_folder(aside)
         aside.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         return WeightUpdate(
             version=version,
             transport=self.name,
@@ -256,11 +256,3 @@ def _explain(error: OSError, needed: int, folder: Path | None) -> str:
         free = shutil.disk_usage(folder).free
         return f"{folder} is full: {free} bytes free, the weights need {needed}: free space or choose another folder"
     return f"{folder} cannot be written: {error}"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

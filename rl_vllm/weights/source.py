@@ -75,6 +75,11 @@ class ModuleSource:
         return any(tensor.is_cuda for tensor in tensors)
 
     @property
+    def merges_adapters(self) -> bool:
+        """Whether LoRA adapters are added to what is sent, as the model is now."""
+        return self._module is not None and lora.is_adapted(self._module) and bool(lora.base_state(self._module)[1])
+
+    @property
     def can_score(self) -> bool:
         """Whether there is a Hugging Face model inside, which :meth:`score` can run."""
         return _is_transformers_model(self._module)

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 
 from rl_vllm.config import RefitConfig
-from rl_vllm.errors import DeadlineError, RefitError
-from rl_vllm.protocols import GenerationService, SendingTransport, WeightSource, WeightTransport
-from rl_vllm.types import CommitReport, RefitReceipt, Sending, Verify, WeightUpdate
+from rl_vllm.errors import BadInputError, RefitError
+from rl_vllm.protocols import AdapterService, GenerationService, SendingTransport, WeightSource, WeightTransport
+from rl_vllm.types import BASE_MODEL, CommitReport, RefitReceipt, Sending, Verify, WeightUpdate
 from rl_vllm.weights.check import check_specs
+from rl_vllm.weights.ledger import Ledger, turn
+from rl_vllm.weights.lockstep import LeadingSource
 from rl_vllm.weights.sending import Sender
-from rl_vllm.weights.source import CastSource
+from rl_vllm.weights.source import CastSource, ModuleSource
 from rl_vllm.weights.verify import Scorer, prepare_probe
 
 logger = logging.getLogger(__name__)
 
 # Stage and commit; the specs are asked for once in the life of a service.
 RPCS_PER_REFIT = 2
-
-# Completions carry the version of each token as int32.
-MAX_VERSION = 2**31 - 1
-
-
-@dataclass(eq=False)
-class _Ledger:
-    """What this process knows of one service: who refits it now, and the newest version it tried to commit."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    tried: int = 0
-
-
-_ledgers: dict[int, _Ledger] = {}
-_ledgers_lock = threading.Lock()
 
 
 def refit(
@@ -64,7 +48,8 @@ def refit(
 
     Raises:
         BadInputError: With ``Verify.LOGPROBS``: nothing can score on the trainer's side, or a probe prompt does not fit
-            the model; nothing moved.
+            the model. Or the source merges adapters and the service has a trained one, which would be applied to them
+            again. Nothing moved.
         WeightsMismatchError: The tensors are not the engine's; lists every difference; nothing moved.
         RefitError: Names version, phase, replicas and reason. What was staged has been removed, unless replicas serve
             it now. After a failure in commit the version number is not used again, because a replica may serve it.
@@ -72,14 +57,8 @@ def refit(
         DeadlineError: Another refit of this service did not end in time.
     """
     config = config or RefitConfig()
-    ledger = _ledger_of(service)
-    limit_s = config.stage_timeout_s + config.commit_timeout_s
-    if not ledger.lock.acquire(timeout=limit_s):
-        raise DeadlineError("another refit of this service", limit_s)
-    try:
-        return _refit(service, source, transport, _next_version(service, ledger, version), config, ledger, scorer)
-    finally:
-        ledger.lock.release()
+    with turn(service, config, version) as (ledger, next_version):
+        return _refit(service, source, transport, next_version, config, ledger, scorer)
 
 
 def _refit(
@@ -88,12 +67,13 @@ def _refit(
     transport: WeightTransport | SendingTransport,
     version: int,
     config: RefitConfig,
-    ledger: _Ledger,
+    ledger: Ledger,
     scorer: Scorer | None,
 ) -> RefitReceipt:
     started = time.perf_counter()
     expected = service.weight_specs()
     check_specs(source.specs(), expected)
+    has_adapters = _require_adapters_once(service, source)
     probe = prepare_probe(service, source, expected, config, scorer)
     checked = time.perf_counter()
     cast = CastSource(source, expected)
@@ -122,7 +102,7 @@ def _refit(
     phase_s = {"check": checked - started, "stage": staged - checked, "commit": committed - staged}
     difference = None
     if probe is not None:
-        difference = probe.compare(service, version)
+        difference = probe.compare(service, version, adapter=BASE_MODEL if has_adapters else None)
         phase_s["verify"] = time.perf_counter() - committed
     receipt = RefitReceipt(
         version=version,
@@ -143,24 +123,28 @@ def _refit(
     return receipt
 
 
+def _require_adapters_once(service: GenerationService, source: WeightSource) -> bool:
+    """Whether the service has trained adapters.
+
+    Raises:
+        BadInputError: It has, and the source merges its own into the weights.
+    """
+    trained = service.trained_adapters() if isinstance(service, AdapterService) else {}
+    if trained and isinstance(source, ModuleSource | LeadingSource) and source.merges_adapters:
+        name = next(iter(trained))
+        raise BadInputError(
+            f"the model's adapter would be merged into the base weights and {name!r} applied to them again: send the "
+            f"adapter alone (refit_adapter), or remove_lora({name!r}) first, or disable the model's adapter to send "
+            "the base model"
+        )
+    return bool(trained)
+
+
 def _retire(transport: WeightTransport | SendingTransport, version: int) -> None:
     try:
         transport.retire(version)
     except OSError as error:
         logger.warning("versions older than %d could not be removed: %s", version, error)
-
-
-def _next_version(service: GenerationService, ledger: _Ledger, version: int | None) -> int:
-    newest = max(service.weight_version, ledger.tried)
-    if version is None:
-        version = newest + 1
-    if version > MAX_VERSION:
-        reason = f"a version is at most {MAX_VERSION}, which int32 holds, and {version} is above: pass a lower one"
-        raise RefitError(version, "check", (), reason)
-    if version <= newest:
-        reason = f"versions only grow and {newest} has been used: pass a higher one, or none"
-        raise RefitError(version, "check", (), reason)
-    return version
 
 
 def _agreed_checksum(update: WeightUpdate, reports: tuple[CommitReport, ...], verify: Verify) -> str:
@@ -185,12 +169,3 @@ def _agreed_checksum(update: WeightUpdate, reports: tuple[CommitReport, ...], ve
         reason = "the transport computes no checksums: make it with checksum=True, or refit with verify=Verify.NONE"
         raise RefitError(update.version, "verify", (), reason)
     return agreed
-
-
-def _ledger_of(service: GenerationService) -> _Ledger:
-    with _ledgers_lock:
-        key = id(service)
-        if key not in _ledgers:
-            _ledgers[key] = _Ledger()
-            weakref.finalize(service, _ledgers.pop, key, None)
-        return _ledgers[key]

@@ -7,7 +7,7 @@ embedding, experts that are not repacked); the logprobs of a few fixed sequences
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -55,8 +55,8 @@ class LogprobProbe:
     limit: float
     timeout_s: float
 
-    def compare(self, service: GenerationService, version: int) -> LogprobDifference:
-        """Score everywhere; every replica that is up takes part.
+    def compare(self, service: GenerationService, version: int, *, adapter: str | None = None) -> LogprobDifference:
+        """Score everywhere, by this adapter; every replica that is up takes part.
 
         Raises:
             RefitError: Phase "verify". A replica could not score, or is beyond the limit: every such one is named. The
@@ -64,7 +64,7 @@ class LogprobProbe:
         """
         want = np.concatenate(self._trainers(version))
         by_replica = {
-            receiver.replica: _distances(want, self._replicas_own(service, receiver.replica, version))
+            receiver.replica: _distances(want, self._replicas_own(service, receiver.replica, version, adapter))
             for receiver in service.weight_receivers()
         }
         if not by_replica:
@@ -90,13 +90,16 @@ class LogprobProbe:
             raise RefitError(version, "verify", (), reason)
         return scores
 
-    def _replicas_own(self, service: GenerationService, replica: int, version: int) -> NDArray[np.float32]:
+    def _replicas_own(
+        self, service: GenerationService, replica: int, version: int, adapter: str | None
+    ) -> NDArray[np.float32]:
         # vLLM processes no logprob of a prompt: raw and processed are the same; temperature 1 would keep them so.
         sampling = SamplingConfig(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        prompts = PromptBatch.from_rows(self.rows)
+        if adapter is not None:
+            prompts = replace(prompts, loras=(adapter,) * len(prompts))
         try:
-            answer = service.generate_batch(
-                PromptBatch.from_rows(self.rows), sampling, timeout_s=self.timeout_s, actor_index=replica
-            )
+            answer = service.generate_batch(prompts, sampling, timeout_s=self.timeout_s, actor_index=replica)
         except RLVLLMError as error:
             raise RefitError(version, "verify", (replica,), f"it could not score the probe batch: {error}") from error
         scores = answer.prompt_logprobs

@@ -150,10 +150,14 @@ def test_a_row_whose_adapter_is_not_loaded_fails_alone(subject: Subject) -> None
 
 def test_adapters_are_loaded_listed_used_and_removed(subject: Subject) -> None:
     engine, adapter = subject.engine, LoRAAdapter(name=ADAPTER, number=7, path=str(subject.adapter))
+    limits = subject.run(engine.lora_limits)
     if subject.adapter is None:
+        assert limits is None
         with pytest.raises(UnsupportedByEngineError):
             subject.run(lambda: engine.add_lora(adapter))
         return
+    assert limits is not None
+    assert limits.max_loaded >= limits.max_running >= 1
     assert subject.adapter_truth is not None
     subject.run(lambda: engine.add_lora(adapter))
     subject.run(lambda: engine.add_lora(adapter))

@@ -29,7 +29,9 @@ EXAMPLES = [
     errors.DeadlineError("replica 2 to start", 1.5),
     errors.MissingLogprobError(7, 3, "nan", None),
     errors.WeightsMismatchError(("a: missing", "b: float32, wanted bfloat16")),
+    errors.AdapterMismatchError(("rank 64 is above 16", "no slot is free")),
     errors.RefitError(7, "commit", (2,), "bucket 14: checksum mismatch"),
+    errors.AdapterRefitError(7, "stage", (2,), "no such folder"),
 ]
 
 

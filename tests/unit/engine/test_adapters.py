@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,13 +20,14 @@ pytest.importorskip("vllm")
 from vllm.config import LoRAConfig
 from vllm.lora.ops.torch_ops import bgmv_expand, bgmv_expand_slice, bgmv_shrink
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import is_in_target_modules
 
 from rl_vllm.engine.adapter_folder import check_folder
 from rl_vllm.engine.adapters import Adapters
 from rl_vllm.engine.cpu_lora import only_adapted_rows
 from rl_vllm.errors import ConfigError, UnsupportedByEngineError
 from rl_vllm.testing import Gate
-from rl_vllm.types import LoRAAdapter, TensorSpec
+from rl_vllm.types import LoRAAdapter, LoRALimits, TensorSpec
 
 HIDDEN, INNER, VOCAB, RANK = 8, 12, 16, 4
 MODEL = (
@@ -33,6 +37,9 @@ MODEL = (
     TensorSpec("model.layers.0.mlp.experts.1.up_proj.weight", "float32", (INNER, HIDDEN)),
 )
 DOWN = "base_model.model.model.layers.0.mlp.down_proj"
+
+
+SHAPES = {f"{DOWN}.lora_A.weight": (RANK, INNER), f"{DOWN}.lora_B.weight": (HIDDEN, RANK)}
 
 
 def tensors_of_an_adapter() -> dict[str, torch.Tensor]:
@@ -47,9 +54,11 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor] | None = None, 
     return folder
 
 
-def check(folder: Path, *, adapts_experts: bool = False, target_modules: list[str] | None = None) -> None:
+def check(
+    folder: Path, *, adapts_experts: bool = False, target_modules: list[str] | None = None, checksum: str | None = None
+) -> None:
     check_folder(
-        "poet",
+        LoRAAdapter(name="poet", number=1, path=str(folder), checksum=checksum),
         folder,
         LoRAConfig(max_lora_rank=8, target_modules=target_modules),
         MODEL,
@@ -104,6 +113,38 @@ def engine(*, max_loras: int = 2, max_cpu_loras: int = 3) -> tuple[NotedLLM, Ada
 
 def adapter(folder: Path, name: str = "poet", number: int = 1) -> LoRAAdapter:
     return LoRAAdapter(name=name, number=number, path=str(write_adapter(folder / name)))
+
+
+def test_tensors_other_than_those_that_were_written_are_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    # By hand: SHA-256 of one line per tensor with its CRC-32, the first 16 digits.
+    ones = {name: zlib.crc32(np.ones(shape, np.float32).tobytes()) for name, shape in SHAPES.items()}
+    lines = sorted(f"{name} float32 {list(SHAPES[name])} {crc32:08x}" for name, crc32 in ones.items())
+    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    check(tmp_path, checksum=checksum)
+    tensors = tensors_of_an_adapter()
+    tensors[f"{DOWN}.lora_A.weight"][0, 0] += 1e-6
+    write_adapter(tmp_path, tensors)
+    with pytest.raises(ConfigError, match=f"not those that were written: checksum .*, expected {checksum}"):
+        check(tmp_path, checksum=checksum)
+
+
+def test_limits_name_modules_as_checkpoints_and_as_the_engine_does() -> None:
+    llm, adapters = engine()
+    assert adapters.limits() == LoRALimits(max_rank=8, max_loaded=3, max_running=2)
+    llm.vllm_config.lora_config.target_modules = ["qkv_proj", "up_proj"]
+    packed = {"qkv_proj": ["q_proj", "k_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    llm.model_config.architectures = []
+    model = SimpleNamespace(packed_modules_mapping=packed)
+    llm.model_config.registry = SimpleNamespace(resolve_model_cls=lambda _names, _config: (model, ""))
+    limits = adapters.limits()
+    assert limits is not None
+    assert limits.target_modules == ("qkv_proj", "up_proj", "q_proj", "k_proj", "gate_up_proj")
+    for module, may_be in {"layers.0.q_proj": True, "layers.0.up_proj": True, "layers.0.gate_proj": False}.items():
+        assert limits.may_adapt(module) is may_be
+        # As vLLM itself decides.
+        assert is_in_target_modules(module, ["qkv_proj", "up_proj"], packed) is may_be
+    assert Adapters(NotedLLM(None), 0).limits() is None  # type: ignore[arg-type]
 
 
 def test_a_folder_written_for_the_model_is_accepted(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "commit_weights": ((UPDATE,), {"in_flight": InFlight.KEEP, "kv": KVCache.REUSE}),
     "reset_prefix_cache": ((), {}),
     "reset_mm_cache": ((), {}),
+    "lora_limits": ((), {}),
     "add_lora": ((ADAPTER,), {}),
     "remove_lora": (("poet",), {}),
     "list_loras": ((), {}),
