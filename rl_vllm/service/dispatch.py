@@ -255,7 +255,7 @@ class _Call(Generic[Chunk]):
         """Assign units in one pass and start one stream per chosen replica."""
         costs = self._work.costs_U[units]
         if self._pinned is None:
-            rows = self._work.rows_U[units].tolist()
+            rows = self._work.rows_U[units]
             chosen = self._desk.router.assign(self._work.prompts, rows, costs, _snapshot(candidates))
         else:
             chosen = np.zeros(len(units), np.int64)

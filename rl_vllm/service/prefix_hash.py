@@ -5,41 +5,26 @@ Axes: B prompts of one batch, N blocks of all of them laid end to end, M some of
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_vllm.service.compiled import as_input, compiled
+
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 UInt64 = NDArray[np.uint64]
-Bool = NDArray[np.bool_]
-Number = TypeVar("Number", np.int64, np.uint64)
 
-_GOLDEN = 0x9E3779B97F4A7C15
+# numba makes a float of a signed and an unsigned integer: whatever meets a hash is an np.uint64.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT = np.uint64(32)
-
-
-def _mixed(values: UInt64) -> UInt64:
-    """Spread every bit over the whole word: the finaliser of SplitMix64, with shifts of 32."""
-    values = values ^ (values >> _SHIFT)
-    values *= _MIX_1
-    values ^= values >> _SHIFT
-    values *= _MIX_2
-    values ^= values >> _SHIFT
-    return values
-
-
-@functools.lru_cache(maxsize=64)
-def _factors(count: int, seed: int) -> UInt64:
-    """Odd constants, the same in every process."""
-    counters = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)
-    return _mixed(counters * np.uint64(_GOLDEN)) | np.uint64(1)
+_ONE = np.uint64(1)
+# Stands where a prompt has ended; no id is negative.
+_NO_ID = np.int32(-1)
 
 
 def stable_hash(text: str) -> int:
@@ -47,8 +32,7 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Hashes of every prefix of whole blocks of the prompts of a batch.
 
     Attributes:
@@ -67,11 +51,8 @@ class Blocks:
 
     def depths_at(self, positions_B: Int64) -> Int64:
         """Blocks up to each position, int64 [B]; 0 where the position is -1."""
-        return _at(self.depths_N, positions_B)
-
-    def hashes_at(self, positions_B: Int64) -> UInt64:
-        """The hash at each position, uint64 [B]; 0 where the position is -1."""
-        return _at(self.hashes_N, positions_B)
+        depths_B: Int64 = np.append(self.depths_N, 0)[positions_B]
+        return depths_B
 
 
 def hash_blocks(
@@ -91,53 +72,80 @@ def hash_blocks(
         max_blocks: Blocks looked at per prompt.
         seeds_B: uint64 [B], mixed into each prompt's hashes, or None: equal ids under two adapters share nothing.
     """
-    full_B = np.minimum(lengths_B // block_size, max_blocks)
-    has_rest_B = (full_B > 0) & (full_B < max_blocks) & (lengths_B % block_size > 0)
-    counts_B = full_B + has_rest_B
-    ends_B = np.cumsum(counts_B)
-    num_blocks = int(ends_B[-1]) if len(ends_B) else 0
-    if num_blocks == 0:
-        return Blocks(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64), counts_B, full_B)
-    rows_N = np.repeat(np.arange(len(counts_B)), counts_B)
-    first_B = ends_B - counts_B
-    within_N = np.arange(num_blocks) - np.repeat(first_B, counts_B)
-    tokens_T = np.ascontiguousarray(tokens_T, np.int32)
-    ids = _blocks_at(tokens_T, np.repeat(starts_B, counts_B) + within_N * block_size, block_size)
-    rests = np.flatnonzero(has_rest_B)
-    if len(rests):
-        first_of_rest = starts_B[rests] + full_B[rests] * block_size
-        ids[ends_B[rests] - 1] = _filled_up(tokens_T, first_of_rest, lengths_B[rests] % block_size, block_size)
-    words = ids.astype(np.uint64) if block_size % 2 else ids.view(np.uint64)
+    if seeds_B is None:
+        seeds_B = np.zeros(len(lengths_B), np.uint64)
+    return _hash_blocks(
+        as_input(tokens_T, np.int32),
+        as_input(starts_B, np.int64),
+        as_input(lengths_B, np.int64),
+        as_input(seeds_B, np.uint64),
+        block_size,
+        max_blocks,
+    )
+
+
+@compiled
+def _mixed(value: np.uint64) -> np.uint64:
+    """Spread every bit over the whole word: the finaliser of SplitMix64, with shifts of 32."""
+    value ^= value >> _SHIFT
+    value *= _MIX_1
+    value ^= value >> _SHIFT
+    value *= _MIX_2
+    return value ^ (value >> _SHIFT)
+
+
+@compiled
+def _factors(count: int, seed: int) -> UInt64:
+    """Odd constants, the same in every process."""
+    factors = np.empty(count, np.uint64)
+    for at in range(count):
+        factors[at] = _mixed(np.uint64(at + 1 + (seed << 32)) * _GOLDEN) | _ONE
+    return factors
+
+
+@compiled
+def _word(low: np.int32, high: np.int32) -> np.uint64:
+    return np.uint64(np.uint32(low)) | (np.uint64(np.uint32(high)) << _SHIFT)
+
+
+@compiled
+def _hash_block(block: Int32, factors: UInt64) -> np.uint64:
+    """Hash the ids of a block, two for each factor; what is missing of it is filled up with what is no id."""
     # Without the constant a block of zeros would add nothing, and would not tell its prefix from the one before it.
-    terms_N = _mixed(words @ _factors(words.shape[1], seed=1) + np.uint64(_GOLDEN))
-    terms_N *= np.take(_factors(max_blocks, seed=2), within_N)
-    # One running sum over the whole batch, from which each prompt takes what stood before it: no loop over depths.
-    sums_N1 = np.zeros(num_blocks + 1, np.uint64)
-    np.cumsum(terms_N, out=sums_N1[1:])
-    before_B = np.take(sums_N1, first_B)
-    if seeds_B is not None:
-        before_B -= seeds_B
-    hashes_N = _mixed(sums_N1[1:] - np.repeat(before_B, counts_B))
-    # 0 marks an empty place in a table.
-    np.maximum(hashes_N, np.uint64(1), out=hashes_N)
-    return Blocks(hashes_N, rows_N, within_N + 1, counts_B, full_B)
+    total = _GOLDEN
+    whole = len(block) // 2
+    for at in range(whole):
+        total += _word(block[2 * at], block[2 * at + 1]) * factors[at]
+    for at in range(whole, len(factors)):
+        total += _word(block[2 * at] if 2 * at < len(block) else _NO_ID, _NO_ID) * factors[at]
+    return _mixed(total)
 
 
-def _blocks_at(tokens_T: Int32, starts_N: Int64, block_size: int) -> Int32:
-    """The ids from each start on, int32 [N, block size]; something else for a block that would reach beyond the end."""
-    # A block is one item here, at every position of the array: taking items is several times faster than taking rows.
-    items = tokens_T[:block_size].view(np.dtype((np.void, 4 * block_size)))
-    last = len(tokens_T) - block_size
-    windows = np.lib.stride_tricks.as_strided(items, (last + 1,), (4,), writeable=False)
-    taken: Int32 = windows[np.minimum(starts_N, last)].view(np.int32).reshape(len(starts_N), block_size)
-    return taken
-
-
-def _filled_up(tokens_T: Int32, starts_M: Int64, lengths_M: Int64, block_size: int) -> Int32:
-    """Rests of prompts as blocks, int32 [M, block size], filled up with -1, which is no id."""
-    columns = np.arange(block_size)
-    at = np.minimum(starts_M[:, None] + columns, len(tokens_T) - 1)
-    return np.where(columns < lengths_M[:, None], np.take(tokens_T, at), np.int32(-1))
+@compiled
+def _hash_blocks(
+    tokens_T: Int32, starts_B: Int64, lengths_B: Int64, seeds_B: UInt64, block_size: int, max_blocks: int
+) -> Blocks:
+    counts_B, full_B = np.empty(len(lengths_B), np.int64), np.empty(len(lengths_B), np.int64)
+    num_blocks = 0
+    for row, length in enumerate(lengths_B):
+        full = full_B[row] = min(length // block_size, max_blocks)
+        counts_B[row] = full + (0 < full < max_blocks and length % block_size > 0)
+        num_blocks += counts_B[row]
+    hashes_N, rows_N = np.empty(num_blocks, np.uint64), np.empty(num_blocks, np.int64)
+    depths_N = np.empty(num_blocks, np.int64)
+    of_words, of_blocks = _factors((block_size + 1) // 2, 1), _factors(max_blocks, 2)
+    at = 0
+    for row in range(len(lengths_B)):
+        total, start, stop = seeds_B[row], starts_B[row], starts_B[row] + lengths_B[row]
+        for before in range(counts_B[row]):
+            total += _hash_block(tokens_T[start : min(start + block_size, stop)], of_words) * of_blocks[before]
+            start += block_size
+            # 0 marks an empty place in a table.
+            hashes_N[at] = max(_mixed(total), _ONE)
+            rows_N[at] = row
+            depths_N[at] = before + 1
+            at += 1
+    return Blocks(hashes_N, rows_N, depths_N, counts_B, full_B)
 
 
 def steps(blocks: Blocks) -> Int64:
@@ -146,58 +154,63 @@ def steps(blocks: Blocks) -> Int64:
     The last full block of each prompt, its end, and the depths 1, 2, 3, 4, 6, 8, 12, 16, 24, ... from a quarter of it
     on: two thirds at least of what two prompts share are then known, with a handful of entries for each.
     """
-    if len(blocks.hashes_N) == 0:
-        return np.zeros(0, np.int64)
-    counts_N = np.take(blocks.counts_B, blocks.rows_N)
-    is_step_N = np.take(_step_table(int(blocks.counts_B.max())), blocks.depths_N)
-    is_step_N &= blocks.depths_N * 4 >= counts_N
-    # A full block in the end, for what the prompt may grow into; the end itself, for the prompt as a whole.
-    is_step_N |= blocks.depths_N >= np.take(blocks.full_B, blocks.rows_N)
-    return np.flatnonzero(is_step_N)
+    return _steps(blocks)
 
 
-@functools.lru_cache(maxsize=64)
-def _step_table(highest: int) -> Bool:
-    table = np.zeros(highest + 1, bool)
-    for power in range(highest.bit_length()):
-        for depth in (1 << power, 3 << power):
-            table[depth : depth + 1] = True
-    return table
+@compiled
+def _steps(blocks: Blocks) -> Int64:
+    kept_M = np.empty(len(blocks.hashes_N), np.int64)
+    num_kept = 0
+    for at in range(len(kept_M)):
+        row, depth = blocks.rows_N[at], blocks.depths_N[at]
+        is_step = depth <= 3 * (depth & -depth) and 4 * depth >= blocks.counts_B[row]
+        # A full block in the end, for what the prompt may grow into; the end itself, for the prompt as a whole.
+        if is_step or depth >= blocks.full_B[row]:
+            kept_M[num_kept] = at
+            num_kept += 1
+    return kept_M[:num_kept]
 
 
-def _at(values_N: NDArray[Number], positions_B: Int64) -> NDArray[Number]:
-    """The value at each position, 0 where it is -1."""
-    if len(values_N) == 0:
-        return np.zeros(len(positions_B), values_N.dtype)
-    taken = np.take(values_N, positions_B)
-    taken[positions_B < 0] = 0
-    return taken
+@compiled
+def at_blocks(blocks: Blocks, positions_M: Int64, values_B: Int64) -> tuple[UInt64, Int64]:
+    """The hash of each of some blocks, uint64 [M], and of ``values_B`` the one of its prompt, int64 [M]."""
+    hashes_M, values_M = np.empty(len(positions_M), np.uint64), np.empty(len(positions_M), np.int64)
+    for column, at in enumerate(positions_M):
+        hashes_M[column], values_M[column] = blocks.hashes_N[at], values_B[blocks.rows_N[at]]
+    return hashes_M, values_M
 
 
-def deepest(blocks: Blocks, positions_M: Int64) -> Int64:
-    """The deepest of some blocks for each prompt: int64 [B], positions in ``hashes_N``, -1 where there is none.
-
-    Args:
-        blocks: The batch.
-        positions_M: int64 [M], in ascending order.
-    """
-    found_B = np.full(len(blocks.counts_B), -1, np.int64)
-    # Of several values for one place the last is kept, and depths grow with positions.
-    found_B[np.take(blocks.rows_N, positions_M)] = positions_M
-    return found_B
-
-
-def shared_in_batch(blocks: Blocks, positions_M: Int64) -> Int64:
-    """The deepest block that each prompt shares with another one of the batch: int64 [B], or -1.
+def shared_in_batch(blocks: Blocks, positions_M: Int64, *, min_share: float = 0.0) -> Int64:
+    """The deepest block that each prompt shares with another one of the batch: int64 [B], positions, -1 for none.
 
     Args:
         blocks: The batch.
         positions_M: int64 [M], the blocks that are compared, in ascending order.
+        min_share: The least depth that counts, as a share of the prompt's blocks.
     """
-    hashes_M = blocks.hashes_N[positions_M]
-    ordered = np.sort(hashes_M)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice) == 0:
-        return np.full(len(blocks.counts_B), -1, np.int64)
-    nearest_M = np.take(twice, np.searchsorted(twice, hashes_M), mode="clip")
-    return deepest(blocks, positions_M[nearest_M == hashes_M])
+    return _shared_in_batch(blocks, positions_M, min_share)
+
+
+@compiled
+def _shared_in_batch(blocks: Blocks, positions_M: Int64, min_share: float) -> Int64:
+    hashes_N, rows_N = blocks.hashes_N, blocks.rows_N
+    deepest_B = np.full(len(blocks.counts_B), -1)
+    # A hash table with room for twice as many: where each hash was seen first, -1 where there is none.
+    num_slots = 2
+    while num_slots < 2 * len(positions_M):
+        num_slots *= 2
+    first_at = np.full(num_slots, -1)
+    for at in positions_M:
+        if blocks.depths_N[at] < min_share * blocks.counts_B[rows_N[at]]:
+            continue
+        slot = np.int64(hashes_N[at] & np.uint64(num_slots - 1))
+        while first_at[slot] >= 0 and hashes_N[first_at[slot]] != hashes_N[at]:
+            slot = (slot + 1) % num_slots
+        first = first_at[slot]
+        if first < 0:
+            first_at[slot] = at
+        else:
+            # Who has it first learns only now that it is shared, and may share a deeper one already.
+            deepest_B[rows_N[at]] = at
+            deepest_B[rows_N[first]] = max(first, deepest_B[rows_N[first]])
+    return deepest_B

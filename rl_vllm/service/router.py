@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_vllm.config import RoutingConfig
-from rl_vllm.service.prefix_hash import Blocks, deepest, hash_blocks, shared_in_batch, stable_hash, steps
+from rl_vllm.service.prefix_hash import Blocks, at_blocks, hash_blocks, shared_in_batch, stable_hash, steps
 from rl_vllm.service.prefix_table import PrefixTable
 from rl_vllm.service.routing import (
     Affinities,
     Cause,
-    LeastLoaded,
     Limits,
-    Turns,
+    affinities,
     assign_least_outstanding,
     kv_loads,
     place,
@@ -85,6 +86,31 @@ class RoutingStats:
         return self.prefix + self.session + self.load + self.moved + self.turn
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The S prompts of a batch that belong to sessions: their rows, ascending, and the session of each."""
+
+    rows_S: Int64
+    sessions: list[str]
+
+    @classmethod
+    def of(cls, prompts: PromptBatch, rows_B: Int64) -> _Named:
+        if prompts.session_ids is None:
+            return cls(np.zeros(0, np.int64), [])
+        given = [prompts.session_ids[row] for row in rows_B.tolist()]
+        return cls(
+            rows_S=np.array([row for row, session in enumerate(given) if session is not None], np.int64),
+            sessions=[session for session in given if session is not None],
+        )
+
+    def repeated(self, some: Int64) -> list[tuple[int, str]]:
+        """Of the prompts at ``some``, those that share a session with another one of them: row and session."""
+        sessions = [self.sessions[at] for at in some.tolist()]
+        counts = Counter(sessions)
+        rows = self.rows_S[some].tolist()
+        return [(row, session) for row, session in zip(rows, sessions, strict=True) if counts[session] > 1]
+
+
 class Router:
     """Assigns whole batches to replicas; asks nobody, and is used by one thread at a time.
 
@@ -99,7 +125,7 @@ class Router:
         self._config = config
         self._block_size = block_size
         self._max_blocks = max(1, config.prefix_length // block_size)
-        self._saved_weight = saved_weight
+        self._limits = Limits(float(config.overload_threshold), float(saved_weight))
         self._table = PrefixTable(config.max_prefixes)
         # In order of use, the latest last.
         self._sessions: dict[str, int] = {}
@@ -108,9 +134,10 @@ class Router:
         self._turn = 0
         self._causes = [0] * len(Cause)
         self._num_in_turn = 0
-        self._per_replica: dict[int, int] = {}
+        # By replica index, how many prompts each was given.
+        self._given = np.zeros(0, np.int64)
 
-    def assign(self, prompts: PromptBatch, rows: Sequence[int], costs_B: Int64, snapshot: Snapshot) -> Int64:
+    def assign(self, prompts: PromptBatch, rows: Sequence[int] | Int64, costs_B: Int64, snapshot: Snapshot) -> Int64:
         """Choose a replica for each of some prompts, the whole batch in one pass.
 
         Args:
@@ -129,14 +156,14 @@ class Router:
             chosen_B = self._by_affinity(prompts, np.asarray(rows, np.int64), costs_B, snapshot, loads_R)
         elif loads_R is None:
             chosen_B = (self._turn + np.arange(len(rows))) % len(snapshot)
-            self._count(np.full(len(rows), Cause.LOAD), is_turn=True)
+            self._count([len(rows), 0, 0, 0], is_turn=True)
         else:
             chosen_B = assign_least_outstanding(costs_B, loads_R, first=self._turn)
-            self._count(np.full(len(rows), Cause.LOAD), is_turn=False)
-        counted_R = np.bincount(chosen_B, minlength=len(snapshot))
-        given = np.flatnonzero(counted_R)
-        for index, count in zip(snapshot.indices_R[given].tolist(), counted_R[given].tolist(), strict=True):
-            self._per_replica[index] = self._per_replica.get(index, 0) + count
+            self._count([len(rows), 0, 0, 0], is_turn=False)
+        missing = int(snapshot.indices_R.max()) + 1 - len(self._given)
+        if missing > 0:
+            self._given = np.append(self._given, np.zeros(missing, np.int64))
+        self._given[snapshot.indices_R] += np.bincount(chosen_B, minlength=len(snapshot))
         return chosen_B
 
     def forget(self, index: int) -> None:
@@ -144,7 +171,7 @@ class Router:
         self._table.forget(index)
         self._sessions = {session: at for session, at in self._sessions.items() if at != index}
         self._samples.pop(index, None)
-        self._per_replica.pop(index, None)
+        self._given[index : index + 1] = 0
 
     def forget_prefixes(self) -> None:
         """Drop all prefixes, because every cache was reset. A session stays where it is while that costs nothing."""
@@ -164,7 +191,7 @@ class Router:
             turn=self._num_in_turn,
             prefixes=len(self._table),
             sessions=len(self._sessions),
-            per_replica=tuple(sorted(self._per_replica.items())),
+            per_replica=tuple((index, int(self._given[index])) for index in np.flatnonzero(self._given).tolist()),
         )
 
     def _rule(self, snapshot: Snapshot) -> tuple[bool, Int64 | None]:
@@ -201,20 +228,14 @@ class Router:
         position_of[snapshot.indices_R + 1] = np.arange(len(snapshot))
         blocks = self._blocks(prompts, rows_B)
         learned_M = steps(blocks)
-        sessions = _sessions_of(prompts, rows_B)
-        lengths_B = prompts.lengths_B[rows_B]
-        found = self._affinities(blocks, learned_M, lengths_B, sessions, position_of)
+        named = _Named.of(prompts, rows_B)
+        found = self._affinities(blocks, learned_M, prompts.lengths_B[rows_B], named, position_of)
         balanced_R = snapshot.tokens_R if loads_R is None else loads_R
-        loads = balanced_R.tolist()
-        chooser = Turns(loads, first=self._turn) if loads_R is None else LeastLoaded(loads, first=self._turn)
-        limits = Limits.of(balanced_R, costs_B, overload_threshold=self._config.overload_threshold)
-        chosen_B, causes_B = place(found, costs_B, loads, limits, chooser, saved_weight=self._saved_weight)
-        self._count(causes_B, is_turn=loads_R is None)
+        chosen_B, counts_C = place(found, costs_B, balanced_R, self._limits, first=self._turn, in_turn=loads_R is None)
+        self._count(counts_C.tolist(), is_turn=loads_R is None)
         indices_B = snapshot.indices_R[chosen_B]
-        hashes_M, rows_M = np.take(blocks.hashes_N, learned_M), np.take(blocks.rows_N, learned_M)
-        self._table.learn(hashes_M, indices_B[rows_M])
-        if sessions is not None:
-            self._learn_sessions(sessions, indices_B.tolist())
+        self._table.learn(*at_blocks(blocks, learned_M, indices_B))
+        self._learn_sessions(named.sessions, indices_B[named.rows_S].tolist())
         return chosen_B
 
     def _blocks(self, prompts: PromptBatch, rows_B: Int64) -> Blocks:
@@ -234,77 +255,35 @@ class Router:
         )
 
     def _affinities(
-        self,
-        blocks: Blocks,
-        learned_M: Int64,
-        lengths_B: Int64,
-        sessions: list[str | None] | None,
-        position_of: Int64,
+        self, blocks: Blocks, learned_M: Int64, lengths_B: Int64, named: _Named, position_of: Int64
     ) -> Affinities:
         """What is known of a batch: from the table, from its own prompts, and from their sessions."""
-        is_enough_N = blocks.depths_N >= np.take(np.ceil(MIN_SHARE * blocks.counts_B), blocks.rows_N)
-        held_at_B, holders_BH = self._held(blocks, np.flatnonzero(is_enough_N), position_of)
-        shared_at_B = shared_in_batch(blocks, learned_M[is_enough_N[learned_M]])
-        held_B, shared_B = blocks.depths_at(held_at_B), blocks.depths_at(shared_at_B)
-        follows_B = shared_B > held_B
-        sessions_B = self._session_positions(sessions, position_of, len(lengths_B))
-        keys_B = blocks.hashes_at(np.where(follows_B, shared_at_B, held_at_B))
-        for row, key in _repeated_new(sessions, sessions_B).items():
-            keys_B[row], follows_B[row] = key, True
-        # What lies beyond the part that is looked at is taken to be there too: it is the session's own history.
-        is_there_B = (holders_BH == sessions_B[:, None]).any(axis=1) & (sessions_B >= 0)
-        return Affinities(
-            keys_B=keys_B,
-            follows_B=follows_B,
-            holders_BH=holders_BH,
-            held_B=np.minimum(held_B, blocks.full_B) * float(self._block_size),
-            shared_B=np.minimum(shared_B, blocks.full_B) * float(self._block_size),
-            sessions_B=sessions_B,
-            session_saved_B=np.where(is_there_B, held_B / np.maximum(blocks.counts_B, 1) * lengths_B, 0.0),
+        held_at_B, holders_BH = self._table.look_up(
+            blocks.hashes_N, blocks.counts_B, position_of, min_share=MIN_SHARE, max_branches=BRANCHES_PER_HOLDER
+        )
+        shared_at_B = shared_in_batch(blocks, learned_M, min_share=MIN_SHARE)
+        sessions_B, session_keys_B = np.full(len(lengths_B), -1), np.zeros(len(lengths_B), np.uint64)
+        if named.sessions:
+            codes_S = np.array([self._sessions.get(session, -1) for session in named.sessions], np.int64) + 1
+            codes_S[codes_S >= len(position_of)] = 0
+            homes_S = position_of[codes_S]
+            sessions_B[named.rows_S] = homes_S
+            for row, session in named.repeated(np.flatnonzero(homes_S < 0)):
+                session_keys_B[row] = stable_hash(f"session {session}")
+        return affinities(
+            blocks, held_at_B, holders_BH, shared_at_B, sessions_B, session_keys_B, lengths_B, self._block_size
         )
 
-    def _held(self, blocks: Blocks, asked_M: Int64, position_of: Int64) -> tuple[Int64, Int64]:
-        """The deepest known block of each prompt and its holders' positions, int64 [B] and [B, H]; -1 for none."""
-        found_M = self._table.find(np.take(blocks.hashes_N, asked_M))
-        hits = np.flatnonzero(found_M >= 0)
-        held_at_B = deepest(blocks, asked_M[hits])
-        places_B = np.full(len(held_at_B), -1, np.int64)
-        is_known_B = held_at_B >= 0
-        places_B[is_known_B] = found_M[np.searchsorted(asked_M, held_at_B[is_known_B])]
-        # Replicas that may not be chosen are nobody here, those above the highest index included.
-        codes_BH = self._table.holders(places_B)
-        codes_BH[(places_B < 0)[:, None] | (codes_BH >= len(position_of))] = 0
-        holders_BH = position_of[codes_BH]
-        is_branch_B = is_known_B & (blocks.depths_at(held_at_B) < blocks.counts_B)
-        is_common_B = is_branch_B & (
-            self._table.branches(places_B) >= BRANCHES_PER_HOLDER * np.count_nonzero(codes_BH, axis=1)
-        )
-        self._table.count_branches(places_B[is_branch_B])
-        self._table.touch(places_B[is_known_B])
-        is_free_B = is_common_B | (holders_BH < 0).all(axis=1)
-        held_at_B[is_free_B] = -1
-        holders_BH[is_free_B] = -1
-        return held_at_B, holders_BH
-
-    def _session_positions(self, sessions: list[str | None] | None, position_of: Int64, count: int) -> Int64:
-        if sessions is None:
-            return np.full(count, -1, np.int64)
-        known = self._sessions
-        codes_B = np.array([-1 if session is None else known.get(session, -1) for session in sessions], np.int64) + 1
-        codes_B[codes_B >= len(position_of)] = 0
-        return position_of[codes_B]
-
-    def _learn_sessions(self, sessions: list[str | None], indices: list[int]) -> None:
+    def _learn_sessions(self, sessions: list[str], indices: list[int]) -> None:
         known = self._sessions
         for session, index in zip(sessions, indices, strict=True):
-            if session is not None:
-                known.pop(session, None)
-                known[session] = index
-        for session in list(known)[: max(0, len(known) - self._config.max_sessions)]:
+            known.pop(session, None)
+            known[session] = index
+        for session in list(itertools.islice(known, max(0, len(known) - self._config.max_sessions))):
             del known[session]
 
-    def _count(self, causes_B: Int64, *, is_turn: bool) -> None:
-        counted = np.bincount(causes_B, minlength=len(Cause)).tolist()
+    def _count(self, counted: list[int], *, is_turn: bool) -> None:
+        """Count the prompts of a batch, given for each cause."""
         # Ties are broken by whose turn it is; only prompts placed by the chooser take one.
         self._turn += counted[Cause.LOAD] + counted[Cause.MOVED]
         if is_turn:
@@ -314,18 +293,16 @@ class Router:
             self._causes[cause] += count
 
 
-def _sessions_of(prompts: PromptBatch, rows_B: Int64) -> list[str | None] | None:
-    if prompts.session_ids is None:
-        return None
-    return [prompts.session_ids[row] for row in rows_B.tolist()]
+@functools.cache
+def warm_up() -> None:
+    """Compile what routing runs, or load it from disk, so that no request waits for it; once in a process.
 
-
-def _repeated_new(sessions: list[str | None] | None, sessions_B: Int64) -> dict[int, int]:
-    """Rows of new sessions that have several prompts in the batch, each with a key that stands for its session."""
-    if sessions is None:
-        return {}
-    new = [row for row in np.flatnonzero(sessions_B < 0).tolist() if sessions[row] is not None]
-    counts = Counter(sessions[row] for row in new)
-    if len(counts) == len(new):
-        return {}
-    return {row: stable_hash(f"session {sessions[row]}") for row in new if counts[sessions[row]] > 1}
+    May be called from any thread, beside routers at work: whoever comes second waits for what the first one compiles.
+    """
+    prompts = PromptBatch.from_rows([[1, 2], [1, 2]])
+    none_R = np.zeros(1, np.int64)
+    snapshot = Snapshot(none_R, none_R, none_R, np.zeros(1))
+    for strategy in (("prefix-aware", "requests"), ("requests",)):
+        router = Router(RoutingConfig(strategy=strategy, max_prefixes=4), block_size=2)
+        router.assign(prompts, (0, 1), prompts.lengths_B, snapshot)
+        router.forget(0)

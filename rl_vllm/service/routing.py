@@ -7,15 +7,16 @@ H replicas known to hold a prefix.
 from __future__ import annotations
 
 import enum
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_vllm.service.compiled import as_input, compiled
+from rl_vllm.service.prefix_hash import Blocks
+
 Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
 Float64 = NDArray[np.float64]
 
 # Requests that a replica may have above its share before an affinity gives way: a batch so small costs nothing extra.
@@ -35,21 +36,28 @@ class Cause(enum.IntEnum):
     MOVED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Affinities:
+# Plain numbers for the loop: a member of an enumeration is not a number to the compiler.
+_LOAD, _PREFIX, _SESSION, _MOVED = map(int, Cause)
+_NUM_CAUSES = len(Cause)
+
+
+class Affinities(NamedTuple):
     """What a batch has in common with earlier ones and within itself; row ``b`` of every column belongs together.
 
     Attributes:
+        ranks_B: int64 [B], what is placed first: 0 for a prompt whose prefix or session is somewhere, 1 for one that
+            has something in common with others of the batch, 2 for one that is free.
         keys_B: uint64 [B], equal for prompts that belong together; 0 for a prompt that belongs to none.
         follows_B: bool [B], whether prompts of one key share more with each other than replicas hold of it.
         holders_BH: int64 [B, H], positions of the replicas that hold the prompt's prefix, -1 for none.
-        held_B: float64 [B], tokens that need not be computed on those.
+        held_B: float64 [B], tokens that need not be computed on those; 0 where there are none.
         shared_B: float64 [B], tokens that need not be computed where another prompt of the key went.
         sessions_B: int64 [B], position of the session's replica, -1 for none.
-        session_saved_B: float64 [B], tokens that need not be computed there.
+        session_saved_B: float64 [B], tokens that need not be computed there if it is one of the holders.
     """
 
-    keys_B: NDArray[np.uint64]
+    ranks_B: Int64
+    keys_B: UInt64
     follows_B: NDArray[np.bool_]
     holders_BH: Int64
     held_B: Float64
@@ -58,122 +66,68 @@ class Affinities:
     session_saved_B: Float64
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+@compiled
+def affinities(
+    blocks: Blocks,
+    held_at_B: Int64,
+    holders_BH: Int64,
+    shared_at_B: Int64,
+    sessions_B: Int64,
+    session_keys_B: UInt64,
+    lengths_B: Int64,
+    block_size: int,
+) -> Affinities:
+    """Put together what is known of a batch.
+
+    Args:
+        blocks: The prefixes of the prompts.
+        held_at_B: int64 [B], position in ``blocks`` of the deepest prefix that replicas hold, -1 for none.
+        holders_BH: int64 [B, H], positions of those replicas, -1 for none.
+        shared_at_B: int64 [B], position of the deepest prefix that another prompt of the batch has, -1 for none.
+        sessions_B: int64 [B], position of the session's replica, -1 for none.
+        session_keys_B: uint64 [B], what stands for a session that begins with several prompts at once; 0 for none.
+        lengths_B: int64 [B], tokens of each prompt.
+        block_size: Tokens per block.
+    """
+    keys_B, follows_B = session_keys_B.copy(), session_keys_B != 0
+    held_B, shared_B = np.zeros(len(lengths_B)), np.zeros(len(lengths_B))
+    session_saved_B = np.zeros(len(lengths_B))
+    ranks_B = np.empty(len(lengths_B), np.int64)
+    for row, full in enumerate(blocks.full_B):
+        held_at, shared_at = held_at_B[row], shared_at_B[row]
+        # Both are prefixes of one prompt: the later one is the deeper one. The last block of a prompt is not always
+        # full, and what is not is not shared.
+        if held_at >= 0:
+            depth = blocks.depths_N[held_at]
+            held_B[row] = min(depth, full) * block_size
+            # What lies beyond the part that is looked at is taken to be there too: it is the session's own history.
+            session_saved_B[row] = depth / blocks.counts_B[row] * lengths_B[row]
+        if shared_at >= 0:
+            shared_B[row] = min(blocks.depths_N[shared_at], full) * block_size
+        if keys_B[row] == 0 and max(held_at, shared_at) >= 0:
+            keys_B[row] = blocks.hashes_N[max(held_at, shared_at)]
+            follows_B[row] = shared_at > held_at
+        ranks_B[row] = 0 if held_at >= 0 or sessions_B[row] >= 0 else 1 if keys_B[row] != 0 else 2
+    return Affinities(ranks_B, keys_B, follows_B, holders_BH, held_B, shared_B, sessions_B, session_saved_B)
+
+
+class Limits(NamedTuple):
     """How loaded a replica may be, with the new prompt, for an affinity to it to hold.
 
     Attributes:
-        share: The mean load of the replicas once the batch is assigned, in tokens.
-        hard: The load beyond which no affinity holds: ``overload_threshold`` shares, and the allowance.
-        allowance: Tokens above its share that are too few to give up anything for.
+        overload_threshold: Shares beyond which, with the allowance, no affinity holds; a share is the mean load of the
+            replicas once the batch is assigned.
+        saved_weight: What a token that need not be computed is worth in units of load.
     """
 
-    share: float
-    hard: float
-    allowance: float
-
-    @classmethod
-    def of(cls, loads_R: Int64, costs_B: Int64, *, overload_threshold: float) -> Limits:
-        share = (float(loads_R.sum()) + float(costs_B.sum())) / len(loads_R)
-        allowance = ALLOWED_REQUESTS * float(costs_B.mean()) if len(costs_B) else 0.0
-        return cls(share=share, hard=overload_threshold * share + allowance, allowance=allowance)
-
-    def worth(self, saved_B: Float64) -> Float64:
-        """Highest load worth staying for, float64 [B], when staying saves computing ``saved_B`` tokens.
-
-        A prompt moves when its replica is ahead of its share by more work than the move would cost.
-        """
-        return np.minimum(self.share + self.allowance + saved_B, self.hard)
-
-
-class Chooser(Protocol):
-    """Gives a replica to a prompt that has no affinity."""
-
-    def take(self, cost: int) -> int:
-        """The next replica, its load grown by ``cost``."""
-        ...
-
-    def take_each(self, costs: list[int]) -> list[int]:
-        """As :meth:`take`, for one cost after the other."""
-        ...
-
-
-class LeastLoaded:
-    """Gives the replica with the lowest load, again and again, while loads grow.
-
-    Args:
-        loads: Load of each of R replicas; may grow by other hands too.
-        first: Replica to take first among equals; they are taken in turn from there.
-    """
-
-    def __init__(self, loads: list[int], *, first: int) -> None:
-        self._loads = loads
-        first %= len(loads)
-        self._replicas: list[int] = [*range(first, len(loads)), *range(first)]
-        self._heap: list[int] = []
-
-    def _fresh_heap(self) -> list[int]:
-        # One integer per replica, load above order: comparing it is faster than comparing a pair.
-        loads, count = self._loads, len(self._loads)
-        heap = [loads[replica] * count + order for order, replica in enumerate(self._replicas)]
-        heapq.heapify(heap)
-        return heap
-
-    def take(self, cost: int) -> int:
-        """The least loaded replica, its load grown by ``cost``; O(log R)."""
-        loads, count = self._loads, len(self._loads)
-        if not self._heap:
-            self._heap = self._fresh_heap()
-        heap = self._heap
-        while True:
-            entry = heap[0]
-            order = entry % count
-            replica = self._replicas[order]
-            load = loads[replica]
-            if load * count + order == entry:
-                loads[replica] = load + cost
-                heapq.heapreplace(heap, entry + cost * count)
-                return replica
-            # It has grown by another hand since it was put here.
-            heapq.heapreplace(heap, load * count + order)
-
-    def take_each(self, costs: list[int]) -> list[int]:
-        """As :meth:`take`, for one cost after the other; a whole batch pays for one call."""
-        count, loads, replicas, replace = len(self._loads), self._loads, self._replicas, heapq.heapreplace
-        # Nobody else grows a load meanwhile: entries are put right once, and none is looked at twice.
-        heap = self._heap = self._fresh_heap()
-        orders = []
-        for cost in costs:
-            entry = heap[0]
-            replace(heap, entry + cost * count)
-            orders.append(entry % count)
-        for order, cost in zip(orders, costs, strict=True):
-            loads[replicas[order]] += cost
-        return [replicas[order] for order in orders]
-
-
-class Turns:
-    """Gives the replicas in turn, whatever their load."""
-
-    def __init__(self, loads: list[int], *, first: int) -> None:
-        self._loads = loads
-        self.next = first
-
-    def take(self, cost: int) -> int:
-        replica = self.next % len(self._loads)
-        self.next += 1
-        self._loads[replica] += cost
-        return replica
-
-    def take_each(self, costs: list[int]) -> list[int]:
-        """As :meth:`take`, for one cost after the other."""
-        return [self.take(cost) for cost in costs]
+    overload_threshold: float
+    saved_weight: float
 
 
 def place(
-    found: Affinities, costs_B: Int64, loads: list[int], limits: Limits, chooser: Chooser, *, saved_weight: float
+    found: Affinities, costs_B: Int64, loads_R: Int64, limits: Limits, *, first: int, in_turn: bool
 ) -> tuple[Int64, Int64]:
-    """Choose a replica for each prompt of a batch: its session's, one with its prefix, or the chooser's.
+    """Choose a replica for each prompt of a batch: its session's, one with its prefix, or one chosen by load.
 
     Prompts of one key are placed one after the other, so that a group fills one replica before it takes the next; those
     that are bound come first, and those that are free even out what they leave.
@@ -181,90 +135,104 @@ def place(
     Args:
         found: What binds the prompts.
         costs_B: int64 [B], tokens each may cost.
-        loads: Load of each replica, grown in place.
+        loads_R: int64 [R], load of each replica.
         limits: How loaded a replica may be for an affinity to hold.
-        chooser: Places what has no affinity, over the same ``loads``.
-        saved_weight: What a token saved is worth in units of load.
+        first: Replica to take first among equals, or in turn.
+        in_turn: What has no affinity goes to the replicas in turn, not to the least loaded.
 
     Returns:
-        Positions of the replicas, int64 [B], and :class:`Cause` numbers, int64 [B].
+        Positions of the replicas, int64 [B], and how many prompts went there for each :class:`Cause`, int64 [4].
     """
-    chosen_B = np.empty(len(costs_B), np.int64)
-    causes_B = np.zeros(len(costs_B), np.int64)
-    is_known_B = (found.sessions_B >= 0) | (found.holders_BH >= 0).any(axis=1)
-    is_bound_B = is_known_B | (found.keys_B != 0)
-    bound = np.flatnonzero(is_bound_B)
-    if len(bound):
-        order = bound[np.lexsort((found.keys_B[bound], ~is_known_B[bound]))]
-        chosen_B[order], causes_B[order] = _place_bound(found, order, costs_B, loads, limits, chooser, saved_weight)
-    free = np.flatnonzero(~is_bound_B)
-    chosen_B[free] = chooser.take_each(costs_B[free].tolist())
-    return chosen_B, causes_B
+    order_B = np.lexsort((found.keys_B, found.ranks_B))
+    heap_R = _heap(loads_R, first)
+    return _place(found, order_B, as_input(costs_B, np.int64), loads_R.copy(), heap_R, limits, first, int(in_turn))
 
 
-def _place_bound(
+@compiled
+def _place(
     found: Affinities,
-    order: Int64,
+    order_B: Int64,
     costs_B: Int64,
-    loads: list[int],
+    loads_R: Int64,
+    heap_R: Int64,
     limits: Limits,
-    chooser: Chooser,
-    saved_weight: float,
+    first: int,
+    in_turn: int,
 ) -> tuple[Int64, Int64]:
-    """Place the rows of ``order`` one after the other; replicas and causes are in that order."""
-    rooms = [
-        (limits.worth(saved_B[order] * saved_weight) - costs_B[order]).tolist()
-        for saved_B in (found.session_saved_B, found.shared_B, found.held_B)
-    ]
-    columns = (
-        found.keys_B[order].tolist(),
-        found.follows_B[order].tolist(),
-        _only_holders(found.holders_BH[order]),
-        found.sessions_B[order].tolist(),
-        costs_B[order].tolist(),
-        *rooms,
-    )
-    # Replica and cause in one number: a list grows by one entry for each prompt, not two.
-    codes: list[int] = []
-    # Plain numbers: members of an enumeration are several times slower in a loop and in numpy.
-    for_load, for_prefix, for_session, for_moved = map(int, Cause)
-    num_causes = len(Cause)
-    last_key = 0
+    """Place the prompts in order; ``loads_R`` and ``heap_R`` change."""
+    chosen_B, counts_C = np.empty(len(order_B), np.int64), np.zeros(_NUM_CAUSES, np.int64)
+    share = (loads_R.sum() + costs_B.sum()) / len(loads_R)
+    allowance = ALLOWED_REQUESTS * costs_B.sum() / len(costs_B)
+    hard = limits.overload_threshold * share + allowance
+    num_taken = 0
+    last_key = np.uint64(0)
     target = -1
-    for key, follows, holders, session, cost, session_room, shared_room, held_room in zip(*columns, strict=True):
+    for row in order_B:
+        key, session, cost = found.keys_B[row], found.sessions_B[row], costs_B[row]
         if key != last_key or key == 0:
             last_key, target = key, -1
-        if session >= 0 and loads[session] <= session_room:
-            target, cause = session, for_session
-            loads[target] += cost
-        elif follows and target >= 0 and loads[target] <= shared_room:
-            cause = for_prefix
-            loads[target] += cost
+        at_home = 0.0
+        for holder in found.holders_BH[row]:
+            if holder == session:
+                at_home = found.session_saved_B[row]
+        # A prompt moves when its replica is ahead of its share by more work than the move would cost.
+        of_session = min(share + allowance + limits.saved_weight * at_home, hard) - cost
+        of_shared = min(share + allowance + limits.saved_weight * found.shared_B[row], hard) - cost
+        of_held = min(share + allowance + limits.saved_weight * found.held_B[row], hard) - cost
+        if session >= 0 and loads_R[session] <= of_session:
+            target, cause = session, _SESSION
+        elif found.follows_B[row] and target >= 0 and loads_R[target] <= of_shared:
+            cause = _PREFIX
         else:
-            for holder in holders:
+            for holder in found.holders_BH[row]:
                 # Of equals the last: it learned the prefix last.
-                if target < 0 or loads[holder] <= loads[target]:
+                if holder >= 0 and (target < 0 or loads_R[holder] <= loads_R[target]):
                     target = holder
-            if target >= 0 and loads[target] <= held_room:
-                cause = for_prefix
-                loads[target] += cost
+            if target >= 0 and loads_R[target] <= of_held:
+                cause = _PREFIX
             else:
-                cause = for_load if target < 0 and session < 0 else for_moved
-                target = chooser.take(cost)
-        codes.append(target * num_causes + cause)
-    chosen_M, causes_M = np.divmod(np.array(codes, np.int64), num_causes)
-    return chosen_M, causes_M
+                cause = _LOAD if target < 0 and session < 0 else _MOVED
+                target = (first + num_taken) % len(loads_R) if in_turn else _least_loaded(heap_R, loads_R, first)
+                num_taken += 1
+        loads_R[target] += cost
+        chosen_B[row] = target
+        counts_C[cause] += 1
+    return chosen_B, counts_C
 
 
-def _only_holders(holders_MH: Int64) -> list[Sequence[int]]:
-    """The holders in each row without the places that have none; most rows have one or none."""
-    is_there_MH = holders_MH >= 0
-    last_M = holders_MH.max(axis=1, initial=-1)
-    ready: list[Sequence[int]] = [(), *((position,) for position in range(int(last_M.max(initial=-1)) + 1))]
-    holders_M = [ready[last + 1] for last in last_M.tolist()]
-    for row in np.flatnonzero(np.count_nonzero(is_there_MH, axis=1) > 1).tolist():
-        holders_M[row] = holders_MH[row][is_there_MH[row]].tolist()
-    return holders_M
+def _heap(loads_R: Int64, first: int) -> Int64:
+    """One number per replica, its load above its place in the order of taking equals: sorted, hence a heap."""
+    count = len(loads_R)
+    heap_R: Int64 = np.sort(np.roll(loads_R, -first % count) * count + np.arange(count))
+    return heap_R
+
+
+@compiled
+def _least_loaded(heap_R: Int64, loads_R: Int64, first: int) -> int:
+    """The replica with the lowest load, of equals the next after ``first``; loads may have grown. O(log R)."""
+    count = len(loads_R)
+    while True:
+        order = heap_R[0] % count
+        replica: int = (first + order) % count
+        entry = loads_R[replica] * count + order
+        if entry == heap_R[0]:
+            return replica
+        # It has grown since it was put here.
+        _replace_lowest(heap_R, entry)
+
+
+@compiled
+def _replace_lowest(heap_R: Int64, entry: int) -> None:
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child + 1 < len(heap_R) and heap_R[child + 1] < heap_R[child]:
+            child += 1
+        if child >= len(heap_R) or heap_R[child] >= entry:
+            break
+        heap_R[at] = heap_R[child]
+        at = child
+    heap_R[at] = entry
 
 
 def assign_least_outstanding(cost_B: Int64, load_R: Int64, *, first: int) -> Int64:
@@ -278,7 +246,17 @@ def assign_least_outstanding(cost_B: Int64, load_R: Int64, *, first: int) -> Int
     Returns:
         int64 [B], positions in ``load_R``. Cost O(B log R).
     """
-    return np.array(LeastLoaded(load_R.tolist(), first=first).take_each(cost_B.tolist()), np.int64)
+    return _assign_least_outstanding(as_input(cost_B, np.int64), load_R.copy(), _heap(load_R, first), first)
+
+
+@compiled
+def _assign_least_outstanding(costs_B: Int64, loads_R: Int64, heap_R: Int64, first: int) -> Int64:
+    chosen_B = np.empty(len(costs_B), np.int64)
+    for row, cost in enumerate(costs_B):
+        replica = _least_loaded(heap_R, loads_R, first)
+        loads_R[replica] += cost
+        chosen_B[row] = replica
+    return chosen_B
 
 
 def kv_loads(kv_usage_R: Float64, tokens_R: Int64, sampled_tokens_R: Int64) -> Int64 | None:

@@ -19,6 +19,7 @@ from rl_vllm.service.executors import Executor, ExecutorChoice, executor_for
 from rl_vllm.service.loop import LoopThread, with_deadline
 from rl_vllm.service.memory import MemoryCalls
 from rl_vllm.service.overview import OverviewCalls
+from rl_vllm.service.router import warm_up
 from rl_vllm.service.settings import pretrained_config, service_config
 from rl_vllm.service.streaming import StreamingCalls
 from rl_vllm.types import CommitReport, InFlight, KVCache, TensorSpec, WeightReceiver, WeightUpdate
@@ -186,7 +187,14 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
 
     async def _launch_on_loop(self) -> Core:
         assert self._executor is not None
-        engines, model = await self._executor.launch(self.config)
+        # Beside the engines, which take longer to start: no request waits for the compiler.
+        warm = asyncio.create_task(asyncio.to_thread(warm_up), name="compile-routing")
+        try:
+            engines, model = await self._executor.launch(self.config)
+        except BaseException:
+            warm.cancel()
+            raise
+        await warm
         core = Core(engines, model, self._executor, self.config)
         core.start()
         # At once: a shutdown that comes now must find it.

@@ -303,6 +303,8 @@ def _adapted(weights: Weights) -> nn.Module:
     TrainedAdapter(weights)
     assert isinstance(weights, nn.Module), "else it was refused"
     return weights
+
+
 def _given(transport: str | Transport) -> TransportChoice:
     name = transport if isinstance(transport, str) else transport.name
     return TransportChoice(name, f"transport={name!r} was {'named' if isinstance(transport, str) else 'given'}")

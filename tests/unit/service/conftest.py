@@ -3,13 +3,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from rl_vllm import AsyncVLLM
 from rl_vllm.config import EngineConfig, ServiceConfig
+from rl_vllm.service.router import warm_up
 from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeExecutor, FakeScript
 from rl_vllm.types import CompletionBatch, PromptBatch, SamplingConfig, WeightUpdate
 
 # Two tokens, always: the answer does not depend on which replica gives it.
 TWO_TOKENS = SamplingConfig(max_tokens=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def routing_is_compiled() -> None:
+    """Fakes start at once: the first test must not pay for what real engines' start hides."""
+    warm_up()
 
 
 def engines(count: int, **script: object) -> list[FakeEngine]:

@@ -18,6 +18,7 @@ from rl_vllm.errors import (
     ServiceNotRunningError,
 )
 from rl_vllm.protocols import GenerationService
+from rl_vllm.service.router import warm_up
 from rl_vllm.testing import FakeEngine, FakeEngineScript, FakeExecutor, FakeExecutorScript, Gate
 from rl_vllm.testing.answers import FAKE_MODEL
 from rl_vllm.types import BadPrompt, FinishReason, InFlight, KVCache, SamplingConfig
@@ -387,6 +388,12 @@ async def test_generate_works_inside_a_running_event_loop():
         assert asyncio.get_running_loop().is_running()
         assert first_tokens(service.generate_batch(FOUR, TWO_TOKENS)) == ANSWERS
         assert service.generate([5], TWO_TOKENS, use_tqdm=False).outputs[0].token_ids == [8, 9]
+
+
+def test_a_service_that_has_started_has_compiled_its_routing():
+    warm_up.cache_clear()
+    with running(*engines(1)):
+        assert warm_up.cache_info().currsize == 1
 
 
 def test_launch_takes_a_config_and_an_executor():
