@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,8 +70,6 @@ def set_environment() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    # TorchRL's engine leaves its cores to vLLM, which would bind both engines to all of them.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 
 
 def copies(model: PreTrainedModel) -> dict[str, Way]:
@@ -106,7 +103,7 @@ def ours(path: Path, model: PreTrainedModel) -> dict[str, Way]:
     from rl_vllm import AsyncVLLM, EngineConfig
     from rl_vllm.config import RefitConfig
     from rl_vllm.types import Verify
-    from rl_vllm.weights import BroadcastTransport, ModuleSource, SharedStorageTransport, refit
+    from rl_vllm.weights import BroadcastTransport, ModuleSource, ObjectStoreTransport, SharedStorageTransport, refit
 
     service = AsyncVLLM.launch(
         EngineConfig(model=str(path), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=KV_BYTES / 2**30)
@@ -118,6 +115,7 @@ def ours(path: Path, model: PreTrainedModel) -> dict[str, Way]:
         "broadcast": BroadcastTransport(),
         "broadcast, no checksum": BroadcastTransport(checksum=False),
         "broadcast, hold=none": BroadcastTransport(hold="none"),
+        "object_store": ObjectStoreTransport(keep_versions=1),
     }
 
     def way(transport: Any, config: RefitConfig) -> Way:
@@ -137,20 +135,18 @@ def ours(path: Path, model: PreTrainedModel) -> dict[str, Way]:
 class StorageLoader:
     """What TorchRL's scheme calls in a worker: its own worker class has it, and is one for GPUs.
 
-    TorchRL 0.14 hands the pair of a name and a tensor to vLLM where a list of pairs is wanted, and drops the error: no
-    weight is ever loaded; it also sends buffers that no checkpoint has. What is timed is its loader with both mended,
-    ``as_it_is`` is the original.
+    TorchRL 0.14 hands the pair of a name and a tensor to vLLM where pairs are wanted, and drops the error: no weight is
+    ever loaded; it also sends buffers that no checkpoint has. What is timed hands over all pairs at once and leaves the
+    buffers out; ``as_it_is`` is the original.
     """
 
     model_runner: Any
 
-    def load_weights_from_storage(self, storage_path: str, num_threads: int = 1) -> None:
+    def load_weights_from_storage(self, storage_path: str, num_threads: int = 1) -> None:  # noqa: ARG002
         from tensordict import TensorDict
 
         weights = TensorDict.load_memmap(storage_path).flatten_keys(".")
-        pairs = [pair for pair in weights.items() if "rotary_emb" not in pair[0]]
-        with ThreadPoolExecutor(max_workers=num_threads) as executor:
-            list(executor.map(lambda pair: self.model_runner.model.load_weights([pair]), pairs))
+        self.model_runner.model.load_weights(pair for pair in weights.items() if "rotary_emb" not in pair[0])
 
     def as_it_is(self, storage_path: str, num_threads: int = 1) -> None:
         from torchrl.modules.llm.backends.vllm.vllm_async import _AsyncvLLMWorker

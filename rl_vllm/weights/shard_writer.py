@@ -11,6 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,12 +113,15 @@ def write_shard(
         BadInputError: The tensors are not the planned ones, or one holds NaN or infinity.
     """
     write(memoryview(_header(plan.specs)))
-    for spec in plan.specs:
-        tensor = next_as_declared(tensors, spec)
-        require_finite(spec.name, tensor)
-        data = bytes_of(tensor)
-        write(data)
-        yield ShardEntry(spec=spec, file=plan.file, crc32=zlib.crc32(data) if checksum else None)
+    with ThreadPoolExecutor(1, thread_name_prefix="rl_vllm-checksums") as beside:
+        for spec in plan.specs:
+            tensor = next_as_declared(tensors, spec)
+            require_finite(spec.name, tensor)
+            data = bytes_of(tensor)
+            # Both leave the interpreter to others while they work: the checksum costs no time of its own.
+            crc32 = beside.submit(zlib.crc32, data) if checksum else None
+            write(data)
+            yield ShardEntry(spec=spec, file=plan.file, crc32=None if crc32 is None else crc32.result())
 
 
 def in_time(entries: Iterable[ShardEntry], version: int, deadline: float) -> Iterator[ShardEntry]:

@@ -69,6 +69,7 @@ def no_landed_folder_stays() -> Iterator[None]:
     wait_for(lambda: landed_folders() <= before, GONE_WITHIN_S, "the folders of landed weights to go")
 
 
+@pytest.mark.slow
 def test_three_refits_and_a_restart_follow_the_trainer(service: AsyncVLLM, tiny_qwen3_tied: Path) -> None:
     model = load_trainer(tiny_qwen3_tied)
     transport = ObjectStoreTransport(shard_bytes=SHARD_BYTES)

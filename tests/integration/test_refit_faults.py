@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+# The kinds of fault are in the unit tests too, and a death under load in test_chaos.py.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE_NATS = 1e-4
 RUN_TIMEOUT_S = 880.0
