@@ -242,9 +242,10 @@ class RefitConfig:
 
     def __post_init__(self) -> None:
         require_member("in_flight", self.in_flight, InFlight)
-        require_member("kv", self.kv, KVCache)
         if self.kv is KVCache.SEPARATE:
             raise ConfigError("kv=KVCache.SEPARATE is what receipts of adapter refits say: choose RECOMPUTE or REUSE")
+        if self.kv not in (KVCache.RECOMPUTE, KVCache.REUSE):
+            raise ConfigError(f"kv must be one of KVCache.RECOMPUTE, KVCache.REUSE, got {self.kv!r}")
         require_above_zero("stage_timeout_s", self.stage_timeout_s)
         require_above_zero("commit_timeout_s", self.commit_timeout_s)
         require_at_least("keep_versions", self.keep_versions, 1)
