@@ -9,7 +9,7 @@ import pytest
 from rl_vllm import AsyncVLLM, EngineConfig, SamplingConfig
 from rl_vllm.types import PromptBatch
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_seed_gives_the_same_tokens_whether_or_not_the_prompt_is_split(tiny_llama: Path) -> None:

@@ -17,6 +17,10 @@ SCRIPT_TIMEOUT_S = 500.0
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SCRIPT_TIMEOUT_S + 60)]
 
 
+# The arithmetic behind it is in the unit tests.
+on_a_cluster = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each scenario of the script saw, and the names of the two nodes with GPUs."""
@@ -35,6 +39,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {line["scenario"]: line.get("seen") for line in lines} | {"large": large, "small": small}
 
 
+@on_a_cluster
 def test_each_replica_has_all_its_gpus_on_one_node_and_none_of_anothers(scenarios: dict[str, Any]) -> None:
     replicas = scenarios["two_per_node"]
     gpus = [(node, gpu) for node, held in (each["engine"] for each in replicas) for gpu in held]
@@ -46,6 +51,7 @@ def test_each_replica_has_all_its_gpus_on_one_node_and_none_of_anothers(scenario
     assert {each["backend"] for each in replicas} == {"mp"}
 
 
+@on_a_cluster
 def test_stages_that_span_nodes_are_whole_on_each_and_the_engine_is_with_the_first(scenarios: dict[str, Any]) -> None:
     (replica,) = scenarios["spread_stages"]
     nodes = [node for node, _ in replica["workers"]]
@@ -60,6 +66,7 @@ def test_stages_that_span_nodes_are_whole_on_each_and_the_engine_is_with_the_fir
     assert replica["visible"] != ""
 
 
+@on_a_cluster
 @pytest.mark.parametrize(
     ("shape", "error", "text"),
     [
@@ -77,6 +84,7 @@ def test_shapes_that_cannot_run_are_refused_before_anything_is_reserved(
     assert refusal["groups"] == 0
 
 
+@on_a_cluster
 def test_a_replica_waits_for_what_others_hold_and_gives_up_in_the_end(scenarios: dict[str, Any]) -> None:
     refused = scenarios["busy_cluster"]["refused"]
     assert refused["error"] == "NotEnoughResourcesError"
@@ -84,6 +92,7 @@ def test_a_replica_waits_for_what_others_hold_and_gives_up_in_the_end(scenarios:
     assert scenarios["busy_cluster"]["later"]["engine"] == [scenarios["large"], [0, 1, 2, 3]]
 
 
+@on_a_cluster
 def test_a_stopped_killed_or_frozen_replica_starts_again_in_a_new_place(scenarios: dict[str, Any]) -> None:
     seen = scenarios["replaced_replicas"]
     lives = [seen["launched"][0], seen["asked"], seen["killed"], seen["frozen"]]
@@ -93,12 +102,14 @@ def test_a_stopped_killed_or_frozen_replica_starts_again_in_a_new_place(scenario
     assert seen["third"]["replica"] == 2
 
 
+@on_a_cluster
 def test_an_engine_is_told_the_address_of_its_cluster(scenarios: dict[str, Any]) -> None:
     addresses = {each["address"] for each in scenarios["two_per_node"] + scenarios["spread_stages"]}
     assert len(addresses) == 1
     assert None not in addresses
 
 
+@on_a_cluster
 def test_an_engine_that_ends_or_hangs_while_it_starts_is_named_and_stopped(scenarios: dict[str, Any]) -> None:
     faults = scenarios["faults"]
     assert faults["dies"]["error"] == "EngineStartError"
@@ -107,6 +118,7 @@ def test_an_engine_that_ends_or_hangs_while_it_starts_is_named_and_stopped(scena
     assert faults["hangs"]["error"] == "DeadlineError"
 
 
+@on_a_cluster
 def test_everything_that_was_reserved_is_given_back(scenarios: dict[str, Any]) -> None:
     assert scenarios["gpus_and_cpus_come_back"] == ["REMOVED"]
 

@@ -200,6 +200,7 @@ async def test_experts_of_padded_width_follow_the_trainer_through_three_refits_w
     assert [line for line in (written.out + written.err).splitlines() if "WARNING" in line or "ERROR" in line] == []
 
 
+@pytest.mark.slow
 async def test_every_token_is_explained_by_the_version_on_its_label_and_failures_leave_a_way_on(tmp_path: Path) -> None:
     from rl_vllm.engine.refit import commit_weights, stage_weights
 
