@@ -13,7 +13,7 @@ from rl_vllm import AsyncVLLM, SamplingConfig
 from rl_vllm.types import CompletionBatch, PromptBatch
 from tests.integration.truth import response_logprobs
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 ROWS = [[7, 3, 300, 41, row] for row in range(4)]
 SHORT = SamplingConfig(max_tokens=16, ignore_eos=True)
 LONG = SamplingConfig(max_tokens=250, ignore_eos=True)

@@ -16,7 +16,7 @@ from rl_vllm import AsyncVLLM, EngineConfig
 from rl_vllm.engine.reaper import descendants, mapped_segments, start_time
 from rl_vllm.errors import ConfigError, EngineStartError, NotEnoughResourcesError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRIVER = Path(__file__).with_name("driver_to_kill.py")
 GONE_WITHIN_S = 15.0
@@ -26,7 +26,7 @@ def test_a_killed_driver_leaves_no_process_and_no_shared_memory(tiny_llama: Path
     log = (tmp_path / "log").open("w+")
     driver = subprocess.Popen([sys.executable, DRIVER, str(tiny_llama)], stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_for(lambda: "serving" in Path(log.name).read_text(), 120, "the driver to serve")
+        wait_for(lambda: "serving" in Path(log.name).read_text(), 240, "the driver to serve")
         family = descendants(driver.pid)
         titles = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid, _ in family}
         # Something must be there to be cleaned up.

@@ -18,10 +18,10 @@ from rl_vllm.engine.reaper import descendants, mapped_segments, start_time
 from tests.integration.test_clean_up import GONE_WITHIN_S, wait_for
 from tests.integration.truth import load_trainer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
-STEP_TIMEOUT_S = 200.0
+STEP_TIMEOUT_S = 400.0
 
 
 @contextmanager
