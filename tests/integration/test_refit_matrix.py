@@ -50,7 +50,7 @@ def run(engine: tuple[str, int], cells: list[str], folder: Path) -> Facts:
 
     model, workers = engine
     family, head = model.split("-")
-    path = build_tiny_model(folder, family, tied=head == "tied", with_tokenizer=False)  # type: ignore[arg-type]
+    path = build_tiny_model(folder, family, tied=head == "tied")  # type: ignore[arg-type]
     command = [sys.executable, "-m", "tests.integration.refit_matrix_script", str(path), str(workers), *cells]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     found = [line.removeprefix("FOUND ") for line in ended.stdout.splitlines() if line.startswith("FOUND ")]

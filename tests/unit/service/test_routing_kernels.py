@@ -1,6 +1,8 @@
 """What routing compiles, against the same in plain Python: integers, dictionaries and ``min``."""
 
 import runpy
+import subprocess
+import sys
 
 import numba
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_vllm.config import RoutingConfig
 from rl_vllm.service import prefix_hash, prefix_table, routing
-from rl_vllm.service.compiled import compiled
+from rl_vllm.service.compiled import _Compiled, compiled
 from rl_vllm.service.prefix_hash import hash_blocks, steps
 from rl_vllm.service.prefix_table import HOLDERS, PrefixTable
 from rl_vllm.service.router import Router, Snapshot, warm_up
@@ -206,17 +208,24 @@ def test_the_heap_gives_what_looking_at_every_replica_gives(costs, loads, first)
 
 
 def compiled_variants() -> dict[str, int]:
-    return {
-        f"{module.__name__}.{name}": len(value.signatures)
+    made = {
+        f"{module.__name__}.{name}": value._made if isinstance(value, _Compiled) else value
         for module in (prefix_hash, prefix_table, routing)
         for name, value in vars(module).items()
-        if numba.extending.is_jitted(value)
     }
+    return {name: len(value.signatures) for name, value in made.items() if numba.extending.is_jitted(value)}
+
+
+def test_a_worker_that_imports_the_service_with_its_main_module_has_no_numba():
+    # vLLM 0.32 looks at all that is imported when its CPU worker starts, and fails at an object of numba's.
+    code = "import sys, rl_vllm.service.service as s; sys.exit('numba' in sys.modules or not s.warm_up)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 def test_after_warming_up_nothing_is_compiled_whatever_comes():
     warm_up()
     before = compiled_variants()
+    assert len(before) > 10
     rows = [list(range(40)), list(range(20)), [], [1]]
     flat = PromptBatch.from_rows(rows)
     read_only = np.frombuffer(flat.tokens_T.tobytes(), np.int32)
