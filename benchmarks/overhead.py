@@ -10,15 +10,14 @@ on SmolLM2-135M nearly all time is the engine's. See ``overhead_paths.py`` for w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import overhead_paths as paths
+from shared import started_ray, write_figures
 
 # A vLLM worker spins for a second after its last work; the next path must not share its core with that.
 SETTLE_S = 1.5
@@ -44,9 +43,7 @@ def main() -> None:
             chosen = [BUILDERS[path] for path in PLANS[name] if path in options.paths]
             figures[name] = measure(batch_for(name, Path(folder)), chosen, options.rounds)
             print_table(name, figures[name])
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, options.json)
 
 
 def batch_for(name: str, folder: Path) -> paths.Batch:
@@ -62,17 +59,6 @@ def random_batch(model: str, *, num_prompts: int, response_tokens: int) -> paths
 
     prompts = torch.randint(3, 200, (num_prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     return paths.Batch(model, prompts.tolist(), response_tokens)
-
-
-@contextlib.contextmanager
-def started_ray() -> Iterator[None]:
-    import ray
-
-    paths.start_ray()
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def measure(batch: paths.Batch, builders: list[Builder], rounds: int) -> dict[str, object]:

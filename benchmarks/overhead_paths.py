@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
+from shared import launch_torchrl
 
 KV_BYTES = 2**28
 MAX_MODEL_LEN = 256
-STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -69,16 +67,6 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def start_ray() -> None:
-    """One Ray for our service and TorchRL's.
-
-    TorchRL's takes a GPU per replica without asking: Ray is told that there is one. Ours asks vLLM, which says CPU.
-    """
-    import ray
-
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
 
 
 def engine_settings(batch: Batch) -> dict[str, Any]:
@@ -169,13 +157,10 @@ def torchrl(batch: Batch) -> dict[str, Path]:
     """TorchRL's service on Ray, and its wrapper on it."""
     import torch
     from tensordict import TensorDict
-    from torchrl.modules.llm import AsyncVLLM, vLLMWrapper
+    from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.policies import Tokens
-    from vllm import AsyncEngineArgs
 
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    service = AsyncVLLM.launch(AsyncEngineArgs(**engine_settings(batch)))
-    processes = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    service, close = launch_torchrl(**engine_settings(batch))
     params, size = batch.params, [len(batch.prompts)]
     wrapper = vLLMWrapper(
         service,
@@ -194,24 +179,10 @@ def torchrl(batch: Batch) -> dict[str, Path]:
     def through_wrapper() -> int:
         return wrapper(inputs.copy())["tokens"].response.numel()
 
-    def close() -> None:
-        # Its shutdown kills its actors alone; what vLLM started in them would live on and leave its shared memory.
-        engines = [process for process in processes if is_titled(process, "VLLM::EngineCor")]
-        for process in engines:
-            process.terminate()
-        psutil.wait_procs(engines, timeout=STOP_TIMEOUT_S)
-        service.shutdown()
-
     return {
         "TorchRL AsyncVLLM": Path(through_service, close),
         "TorchRL vLLMWrapper": Path(through_wrapper, lambda: None),
     }
-
-
-def is_titled(process: psutil.Process, title: str) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.name().startswith(title)
-    return False
 
 
 def tokenizer_of(model: str) -> Any:

@@ -9,14 +9,13 @@ of each round's ratio. See ``refit_paths.py`` for what is compared.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import refit_paths as paths
+from shared import started_ray, write_figures
 
 MODELS = ("smollm2", "synthetic")
 BUILDERS = {"ours": paths.ours, "torchrl": paths.torchrl}
@@ -40,9 +39,7 @@ def main() -> None:
         for name in options.models:
             figures[name] = measure(checkpoint(name, Path(folder)), options.paths, options.rounds)
             print_table(name, figures[name])
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, options.json)
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -51,37 +48,25 @@ def checkpoint(name: str, folder: Path) -> Path:
     return smollm2_checkpoint() if name == "smollm2" else paths.build_synthetic(folder / "synthetic")
 
 
-@contextlib.contextmanager
-def started_ray() -> Iterator[None]:
-    """One Ray for both services; TorchRL's takes a GPU per replica without asking, ours finds that vLLM says CPU."""
-    import ray
-
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def measure(path: Path, builders: list[str], num_rounds: int) -> dict[str, object]:
     model = paths.load(path)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in set(model.parameters()))
     ways: dict[str, paths.Way] = {}
     rounds: Rounds = []
-    try:
-        ways.update(paths.copies(model))
+    with (
+        tempfile.TemporaryDirectory(prefix="rl_vllm-bench-", dir=paths.memory_folder()) as scratch,
+        ExitStack() as ends,
+    ):
+        ways.update(paths.copies(model, Path(scratch)))
         for builder in builders:
-            ways.update(BUILDERS[builder](path, model))
+            ways.update(BUILDERS[builder](path, model, ends))
         names = list(ways)
         for number in range(num_rounds + 1):
             order = names[number % len(names) :] + names[: number % len(names)]
             seconds = {name: ways[name].run() for name in order}
             # The first round fills caches and opens connections.
             if number:
-                rounds.append({name: one for name, one in seconds.items() if one})
-    finally:
-        for way in ways.values():
-            way.close()
+                rounds.append(seconds)
     facts = {name: way.facts for name, way in ways.items() if way.facts}
     return {"num_bytes": num_bytes, **summary(rounds, num_bytes), "facts": facts}
 

@@ -7,22 +7,20 @@ of its own service load it; both engines hold the same model, and only one refit
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from shared import launch_torchrl
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 KV_BYTES = 2**28
 MAX_MODEL_LEN = 256
-STOP_TIMEOUT_S = 30.0
 PROBE = [5, 17, 80, 41, 9, 120, 77, 33]
 
 
@@ -32,12 +30,10 @@ class Way:
 
     Attributes:
         run: Does it once and returns seconds by phase; "total" is among them.
-        close: Ends what it started.
         facts: What does not change from run to run.
     """
 
     run: Callable[[], dict[str, float]]
-    close: Callable[[], None] = lambda: None
     facts: dict[str, object] = field(default_factory=dict)
 
 
@@ -72,11 +68,10 @@ def set_environment() -> None:
     )
 
 
-def copies(model: PreTrainedModel) -> dict[str, Way]:
+def copies(model: PreTrainedModel, folder: Path) -> dict[str, Way]:
     """What no way can beat: the same bytes into new memory, over memory in use, and into a new file in memory."""
     flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in set(model.parameters())])
     used = torch.empty_like(flat).copy_(flat)
-    folder = Path(tempfile.mkdtemp(prefix="rl_vllm-bench-", dir=_memory()))
 
     def timed(copy: Callable[[], object]) -> dict[str, float]:
         started = time.perf_counter()
@@ -94,20 +89,21 @@ def copies(model: PreTrainedModel) -> dict[str, Way]:
     return {
         "memory copy, new": Way(lambda: timed(lambda: torch.empty_like(flat).copy_(flat))),
         "memory copy, in use": Way(lambda: timed(lambda: used.copy_(flat))),
-        "file copy": Way(lambda: timed(to_file), lambda: shutil.rmtree(folder)),
+        "file copy": Way(lambda: timed(to_file)),
     }
 
 
-def ours(path: Path, model: PreTrainedModel) -> dict[str, Way]:
+def ours(path: Path, model: PreTrainedModel, ends: ExitStack) -> dict[str, Way]:
     """Every transport that works without a GPU, over one service of one replica."""
     from rl_vllm import AsyncVLLM, EngineConfig
     from rl_vllm.config import RefitConfig
     from rl_vllm.types import Verify
     from rl_vllm.weights import BroadcastTransport, ModuleSource, ObjectStoreTransport, SharedStorageTransport, refit
 
-    service = AsyncVLLM.launch(
-        EngineConfig(model=str(path), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=KV_BYTES / 2**30)
+    engine = EngineConfig(
+        model=str(path), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=KV_BYTES / 2**30
     )
+    service = ends.enter_context(AsyncVLLM.launch(engine))
     source = ModuleSource(model)
     transports: dict[str, Any] = {
         "shared_storage": SharedStorageTransport(keep_versions=1),
@@ -119,17 +115,18 @@ def ours(path: Path, model: PreTrainedModel) -> dict[str, Way]:
     }
 
     def way(transport: Any, config: RefitConfig) -> Way:
+        ends.callback(transport.close)
+
         def run() -> dict[str, float]:
             receipt = refit(service, source, transport, config=config)
             return {**receipt.phase_s, "stall": receipt.stall_s, "total": receipt.total_s, "rpcs": receipt.num_rpcs}
 
-        return Way(run, transport.close)
+        return Way(run)
 
-    ways = {
+    return {
         name: way(transport, RefitConfig(verify=Verify.NONE if "no checksum" in name else Verify.CHECKSUM))
         for name, transport in transports.items()
     }
-    return {**ways, "service": Way(dict, service.shutdown)}
 
 
 class StorageLoader:
@@ -154,27 +151,23 @@ class StorageLoader:
         _AsyncvLLMWorker.load_weights_from_storage(self, storage_path, num_threads)
 
 
-def torchrl(path: Path, model: PreTrainedModel) -> dict[str, Way]:
+def torchrl(path: Path, model: PreTrainedModel, ends: ExitStack) -> dict[str, Way]:
     """TorchRL's double-buffer scheme over its own service, and whether it changed a single logprob."""
     import ray
-    from torchrl.modules.llm import AsyncVLLM
     from torchrl.weight_update.llm import VLLMDoubleBufferSyncScheme
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import SamplingParams
 
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    service = AsyncVLLM.launch(
-        AsyncEngineArgs(
-            model=str(path),
-            dtype="bfloat16",
-            max_model_len=MAX_MODEL_LEN,
-            enforce_eager=True,
-            kv_cache_memory_bytes=KV_BYTES,
-            skip_tokenizer_init=True,
-            worker_extension_cls="refit_paths.StorageLoader",
-        )
+    service, close = launch_torchrl(
+        model=str(path),
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        enforce_eager=True,
+        kv_cache_memory_bytes=KV_BYTES,
+        skip_tokenizer_init=True,
+        worker_extension_cls="refit_paths.StorageLoader",
     )
-    processes = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    folder = tempfile.mkdtemp(prefix="rl_vllm-bench-", dir=_memory())
+    ends.callback(close)
+    folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="rl_vllm-bench-", dir=memory_folder()))
     scheme = VLLMDoubleBufferSyncScheme(remote_addr=folder, num_threads=1)
     sender, receiver = scheme.create_sender(), scheme.create_receiver(service)
     sender.register_model(model)
@@ -208,27 +201,10 @@ def torchrl(path: Path, model: PreTrainedModel) -> dict[str, Way]:
         ended = time.perf_counter()
         return {"stage": staged - started, "commit": ended - staged, "total": ended - started}
 
-    def close() -> None:
-        # Its shutdown kills its actors alone; what vLLM started in them would live on and leave its shared memory.
-        engines = [process for process in processes if _is_titled(process, "VLLM::EngineCor")]
-        for process in engines:
-            process.terminate()
-        psutil.wait_procs(engines, timeout=STOP_TIMEOUT_S)
-        service.shutdown()
-        shutil.rmtree(folder)
-
-    return {
-        "TorchRL double buffer": Way(
-            run, close, {"as_it_is_took": took(load_as_it_is), "mended_took": took(receiver.poll_and_apply)}
-        )
-    }
+    facts: dict[str, object] = {"as_it_is_took": took(load_as_it_is), "mended_took": took(receiver.poll_and_apply)}
+    return {"TorchRL double buffer": Way(run, facts)}
 
 
-def _memory() -> str | None:
+def memory_folder() -> str | None:
+    """Where files lie in memory; None where there is no such folder."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _is_titled(process: psutil.Process, title: str) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.name().startswith(title)
-    return False

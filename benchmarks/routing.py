@@ -9,7 +9,6 @@ Rates are medians over batches of 1,024 prompts, in CPU time of the deciding thr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import routing_simulation as simulation
+from shared import write_figures
 
 from rl_vllm.config import RoutingConfig
 from rl_vllm.service.router import Router, Snapshot
@@ -42,9 +42,7 @@ def main() -> None:
     }
     print_rates(figures["decisions_per_s"])
     print_simulation(figures["simulation"])
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, options.json)
 
 
 def measure_rates(num_batches: int, seed: int) -> dict[str, dict[int, float]]:

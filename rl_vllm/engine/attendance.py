@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import wire
-from rl_vllm.types import TensorSpec, WeightUpdate
+from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
 
 CONNECTING_S = 30.0
 
@@ -84,6 +84,17 @@ class Attendance:
         if not wire.wait_until(lambda: meeting.read(wire.GO) is not None, self._check, self._deadline):
             raise TimeoutError(f"the trainer did not begin within {self._deadline.timeout_s:g} s")
         return meeting.read(wire.GO) or ""
+
+    def _digest(self, crcs: Sequence[int], sent: Sequence[int]) -> str:
+        """The digest of what came, whose CRC-32s are those that the trainer sent.
+
+        Raises:
+            RefitError: One differs.
+        """
+        for spec, crc, wanted in zip(self._specs, crcs, sent, strict=True):
+            if crc != wanted:
+                raise self._error(f"{spec.name} arrived damaged: checksum {crc:08x}, the trainer sent {wanted:08x}")
+        return weights_digest(zip(self._specs, crcs, strict=True))
 
     def _release(self) -> None:
         """Free the connection; whoever waits in another thread ends with an error."""

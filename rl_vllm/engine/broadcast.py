@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from rl_vllm.engine.attendance import Attendance
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import wire
 from rl_vllm.protocols.address import address_towards
-from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
+from rl_vllm.types import TensorSpec, WeightUpdate
 
 
 class ReceivedWeights(Attendance):
@@ -72,7 +71,7 @@ class ReceivedWeights(Attendance):
             crcs: list[int] = []
             for name, tensor in self._tensors(group):
                 if self._invitation.checksum:
-                    crcs.append(zlib.crc32(wire.flat_bytes(tensor).cpu().numpy().data))
+                    crcs.append(wire.crc32_of(tensor))
                 yield name, tensor
             if self._invitation.checksum:
                 self._compare(group, crcs)
@@ -114,10 +113,7 @@ class ReceivedWeights(Attendance):
         sent = torch.empty(len(crcs), dtype=torch.int64, device=group.device)
         group.broadcast(sent.view(torch.uint8))
         group.finish_oldest(self._check)
-        for spec, crc, wanted in zip(self._specs, crcs, sent.tolist(), strict=True):
-            if crc != wanted:
-                raise self._error(f"{spec.name} arrived damaged: checksum {crc:08x}, the trainer sent {wanted:08x}")
-        self._checksum = weights_digest(zip(self._specs, crcs, strict=True))
+        self._checksum = self._digest(crcs, sent.tolist())
 
 
 class _Whole:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -107,7 +106,7 @@ class IPCWeights:
         for _, tensor in self._mapped:
             if cancelled.is_set():
                 raise self._error("staging was given up")
-            crcs.append(zlib.crc32(wire.flat_bytes(tensor).cpu().numpy().data))
+            crcs.append(wire.crc32_of(tensor))
         found = weights_digest(zip(specs, crcs, strict=True))
         if found != self._update.checksum:
             raise self._error(f"the weights' digest is {found}, the trainer's memory held {self._update.checksum}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -20,7 +19,7 @@ from rl_vllm.engine.attendance import Attendance
 from rl_vllm.engine.worker_place import Catcher, WorkerPlace
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import gpu, wire
-from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
+from rl_vllm.types import TensorSpec, WeightUpdate
 
 
 class NCCLWeights(Attendance):
@@ -84,7 +83,7 @@ class NCCLWeights(Attendance):
             for specs in wire.packed_chunks(self._specs, self._invitation.bucket_bytes):
                 for name, tensor in self._receive(specs):
                     if self._invitation.checksum:
-                        crcs.append(zlib.crc32(wire.flat_bytes(tensor).cpu().numpy().data))
+                        crcs.append(wire.crc32_of(tensor))
                     yield name, tensor
                 # The memory of the last chunk may be filled again before copies out of it have been made.
                 gpu.settle(self._device)
@@ -118,10 +117,7 @@ class NCCLWeights(Attendance):
     def _compare(self, meeting: wire.Meeting, crcs: list[int]) -> None:
         if not wire.wait_until(lambda: meeting.read(wire.CRCS) is not None, self._check, self._deadline):
             raise TimeoutError(f"no checksums came within {self._deadline.timeout_s:g} s")
-        for spec, crc, wanted in zip(self._specs, crcs, json.loads(meeting.read(wire.CRCS) or "[]"), strict=True):
-            if crc != wanted:
-                raise self._error(f"{spec.name} arrived damaged: checksum {crc:08x}, the trainer sent {wanted:08x}")
-        self._checksum = weights_digest(zip(self._specs, crcs, strict=True))
+        self._checksum = self._digest(crcs, json.loads(meeting.read(wire.CRCS) or "[]"))
 
     def _bounded(self, call: Callable[[], None], what: str) -> None:
         """Run a call of vLLM's in a thread of its own, and leave it behind when it does not end in time."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -138,6 +139,11 @@ def size_bytes(spec: TensorSpec) -> int:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as one row of uint8; a copy when it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def crc32_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes, which are copied to the host when they are not there."""
+    return zlib.crc32(flat_bytes(tensor).cpu().numpy().data)
 
 
 def starts_of(specs: Sequence[TensorSpec]) -> list[int]:

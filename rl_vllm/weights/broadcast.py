@@ -7,7 +7,6 @@ version. Gloo on CPUs and nccl on GPUs run the same code. See :mod:`rl_vllm.prot
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable
 
 import torch
@@ -16,8 +15,8 @@ from rl_vllm.config import require_at_least
 from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource, wire
 from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate
-from rl_vllm.weights.roll_call import Rendezvous, RollCall
-from rl_vllm.weights.shard_writer import bytes_of, require_finite
+from rl_vllm.weights.roll_call import Rendezvous, RollCall, require_both
+from rl_vllm.weights.shard_writer import require_finite
 from rl_vllm.weights.source import next_as_declared
 
 DEFAULT_BUCKET_BYTES = {"gloo": 8 << 20, "nccl": 64 << 20}
@@ -67,7 +66,7 @@ class BroadcastTransport:
         self._backend = backend or ("nccl" if hold == "none" and torch.cuda.is_available() else "gloo")
         self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES[self._backend]
         self._checksum = checksum
-        self._rendezvous = Rendezvous(address)
+        self._rendezvous = Rendezvous(self.name, address)
 
     def announce(
         self, source: WeightSource, version: int, *, receivers: tuple[WeightReceiver, ...], timeout_s: float
@@ -78,31 +77,16 @@ class BroadcastTransport:
             RefitError: There is nothing to send or nobody to receive, or the store cannot listen.
         """
         specs = source.specs()
-        if not specs or not receivers:
-            reason = "the source has no weights" if not specs else "no replica receives"
-            raise RefitError(version, "stage", (), f"{reason}: there is nothing to broadcast")
-        first_ranks, world_size = wire.ranks_of(receivers)
-        port, group = self._rendezvous.open(version, specs)
-        invitation = wire.Invitation(
-            host=self._rendezvous.host,
-            port=port,
-            group=group,
-            first_ranks=first_ranks,
-            world_size=world_size,
+        require_both(version, specs, receivers, doing="broadcast")
+        return self._rendezvous.invite(
+            version,
+            specs,
+            receivers,
             backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             hold=self._hold,
             timeout_s=timeout_s,
             checksum=self._checksum,
-        )
-        return WeightUpdate(
-            version=version,
-            transport=self.name,
-            payload=invitation.to_payload(),
-            num_tensors=len(specs),
-            num_bytes=sum(map(wire.size_bytes, specs)),
-            checksum=None,
-            is_kept=False,
         )
 
     def send(self, source: WeightSource, update: WeightUpdate, *, stop: threading.Event, timeout_s: float) -> None:
@@ -190,7 +174,7 @@ class _Sending:
         data = wire.flat_bytes(tensor)
         stream.write(data)
         stream.write(_PADDING[: -data.numel() % wire.ALIGNMENT])
-        return zlib.crc32(bytes_of(tensor)) if self._invitation.checksum else 0
+        return wire.crc32_of(tensor) if self._invitation.checksum else 0
 
 
 class _Stream:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import socket
 import threading
-import zlib
 
 import torch
 
 from rl_vllm.errors import BadInputError, ConfigError, RefitError
 from rl_vllm.protocols import WeightSource, gpu, ipc_handles, wire
 from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate, weights_digest
-from rl_vllm.weights.shard_writer import bytes_of, require_finite
+from rl_vllm.weights.roll_call import require_both
+from rl_vllm.weights.shard_writer import require_finite
 from rl_vllm.weights.source import next_as_declared
 
 
@@ -69,9 +69,7 @@ class IPCTransport:
                 "'shared_storage', or tensor_parallel_size=1 and pipeline_parallel_size=1"
             )
         specs = source.specs()
-        if not specs or not receivers:
-            reason = "the source has no weights" if not specs else "no replica receives"
-            raise RefitError(version, "stage", (), f"{reason}: there is nothing to share")
+        require_both(version, specs, receivers, doing="share")
         self._release()
         device = gpu.this_gpu()
         try:
@@ -125,7 +123,7 @@ class IPCTransport:
             self._shared.append(shared)
             handles.append(ipc_handles.export_handle(shared))
             if self._checksum:
-                crcs.append(zlib.crc32(bytes_of(shared)))
+                crcs.append(wire.crc32_of(shared))
         return handles, crcs
 
     def _release(self) -> None:

@@ -15,43 +15,92 @@ from typing import NoReturn
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import wire
 from rl_vllm.protocols.address import routable_address
-from rl_vllm.types import TensorSpec, WeightUpdate
+from rl_vllm.types import TensorSpec, WeightReceiver, WeightUpdate
 
 # The trainer's own connection to its own store.
 STORE_TIMEOUT_S = 30.0
+
+
+def require_both(
+    version: int, specs: tuple[TensorSpec, ...], receivers: tuple[WeightReceiver, ...], *, doing: str
+) -> None:
+    """Refuse, before anything is prepared, a version without weights or without a replica to receive them."""
+    if not specs or not receivers:
+        reason = "the source has no weights" if not specs else "no replica receives"
+        raise RefitError(version, "stage", (), f"{reason}: there is nothing to {doing}")
 
 
 class Rendezvous:
     """The trainer's store, opened once, and the refit that is announced in it.
 
     Args:
+        transport: Whose updates these are.
         address: Where workers reach this process; None means the address that its packets leave from.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, transport: str, address: str | None) -> None:
+        self._transport = transport
         self._address = address
         self._store: wire.Store | None = None
-        self.host = ""
+        self._host = ""
         self.meeting: wire.Meeting | None = None
 
-    def open(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, str]:
+    def invite(
+        self,
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        receivers: tuple[WeightReceiver, ...],
+        *,
+        backend: str,
+        bucket_bytes: int,
+        hold: wire.Hold,
+        timeout_s: float,
+        checksum: bool,
+    ) -> WeightUpdate:
         """Lay out the specs under a new name, in place of what was announced before.
 
+        See :class:`~rl_vllm.protocols.wire.Invitation` for the settings.
+
         Returns:
-            The store's port, and the name.
+            The update, with the invitation for its payload.
 
         Raises:
             RefitError: The store cannot listen.
         """
+        port, group = self._open(version, specs)
+        first_ranks, world_size = wire.ranks_of(receivers)
+        invitation = wire.Invitation(
+            host=self._host,
+            port=port,
+            group=group,
+            first_ranks=first_ranks,
+            world_size=world_size,
+            backend=backend,
+            bucket_bytes=bucket_bytes,
+            hold=hold,
+            timeout_s=timeout_s,
+            checksum=checksum,
+        )
+        return WeightUpdate(
+            version=version,
+            transport=self._transport,
+            payload=invitation.to_payload(),
+            num_tensors=len(specs),
+            num_bytes=sum(map(wire.size_bytes, specs)),
+            checksum=None,
+            is_kept=False,
+        )
+
+    def _open(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, str]:
         self.forget()
-        self.host = self._address or routable_address()
+        self._host = self._address or routable_address()
         if self._store is None:
             try:
                 self._store = wire.Store(
-                    self.host, 0, is_master=True, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False
+                    self._host, 0, is_master=True, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False
                 )
             except RuntimeError as error:
-                reason = f"no store can listen for workers at {self.host}: pass another address ({error})"
+                reason = f"no store can listen for workers at {self._host}: pass another address ({error})"
                 raise RefitError(version, "stage", (), reason) from error
         group = f"v{version}-{uuid.uuid4().hex[:12]}"
         self.meeting = wire.Meeting(self._store, group)

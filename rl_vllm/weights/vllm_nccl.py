@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
@@ -21,8 +20,8 @@ from rl_vllm.errors import BadInputError, RefitError
 from rl_vllm.protocols import WeightSource, gpu, wire
 from rl_vllm.protocols.trainer_end import VLLM_NCCL_END, GroupPlan, TrainerEnd, TrainerEndOpener, opener_named
 from rl_vllm.types import Sending, TensorSpec, WeightReceiver, WeightUpdate
-from rl_vllm.weights.roll_call import Rendezvous, RollCall
-from rl_vllm.weights.shard_writer import bytes_of, require_finite
+from rl_vllm.weights.roll_call import Rendezvous, RollCall, require_both
+from rl_vllm.weights.shard_writer import require_finite
 from rl_vllm.weights.source import next_as_declared
 
 # Of the time for staging: engines have all of it, and the trainer, which knows who is missing, must speak before them.
@@ -63,7 +62,7 @@ class VLLMNCCLTransport:
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
         self._open_end = open_end
-        self._rendezvous = Rendezvous(address)
+        self._rendezvous = Rendezvous(self.name, address)
         self._round: _Round | None = None
 
     def announce(
@@ -77,34 +76,19 @@ class VLLMNCCLTransport:
                 listen.
         """
         specs = source.specs()
-        if not specs or not receivers:
-            reason = "the source has no weights" if not specs else "no replica receives"
-            raise RefitError(version, "stage", (), f"{reason}: there is nothing to broadcast")
+        require_both(version, specs, receivers, doing="broadcast")
         _require_packable(version, specs, self._bucket_bytes)
         open_end = self._open_end or opener_named(VLLM_NCCL_END)
         self._leave()
-        first_ranks, world_size = wire.ranks_of(receivers)
-        port, group = self._rendezvous.open(version, specs)
-        invitation = wire.Invitation(
-            host=self._rendezvous.host,
-            port=port,
-            group=group,
-            first_ranks=first_ranks,
-            world_size=world_size,
+        update = self._rendezvous.invite(
+            version,
+            specs,
+            receivers,
             backend="nccl",
             bucket_bytes=self._bucket_bytes,
             hold="none",
             timeout_s=timeout_s,
             checksum=self._checksum,
-        )
-        update = WeightUpdate(
-            version=version,
-            transport=self.name,
-            payload=invitation.to_payload(),
-            num_tensors=len(specs),
-            num_bytes=sum(map(wire.size_bytes, specs)),
-            checksum=None,
-            is_kept=False,
         )
         assert self._rendezvous.meeting is not None
         self._round = _Round(self._rendezvous.meeting, update, source, specs, gpu.this_gpu())
@@ -288,7 +272,7 @@ class _Tensors:
             tensor = next_as_declared(tensors, spec)
             require_finite(spec.name, tensor)
             if self._round.checksum:
-                crcs.append(zlib.crc32(bytes_of(tensor)))
+                crcs.append(wire.crc32_of(tensor))
             yield spec.name, tensor.to(self._device)
         self._round.put_crcs(crcs)
 

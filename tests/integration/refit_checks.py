@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from tests.integration.truth import response_logprobs
 
 WAIT_S = 300.0
 ROWS = [[7, 3, 300, 41, row] for row in range(4)]
-SHORT = SamplingConfig(max_tokens=16, ignore_eos=True)
+SHORT = SamplingConfig(max_tokens=24, ignore_eos=True)
 LONG = SamplingConfig(max_tokens=250, ignore_eos=True)
 
 Models = dict[int, PreTrainedModel]
@@ -27,11 +28,11 @@ class Error:
     def __init__(self) -> None:
         self.worst = 0.0
 
-    def add(self, batch: CompletionBatch, models: Models) -> None:
+    def add(self, batch: CompletionBatch, models: Models, rows: Sequence[Sequence[int]] = ROWS) -> None:
         for index in range(len(batch)):
             versions = batch.versions(index)
             assert set(versions.tolist()) <= set(models), f"labels {set(versions.tolist())} of {sorted(models)}"
-            row = ROWS[int(batch.numbers_N[index])]
+            row = rows[int(batch.numbers_N[index])]
             for version in set(versions.tolist()):
                 expected = response_logprobs(models[version], row, batch.tokens(index).tolist())
                 error = (torch.tensor(batch.logprobs(index)) - expected)[torch.tensor(versions == version)]
@@ -44,6 +45,12 @@ def wait_for(condition: Callable[[], bool], what: str, within_s: float = WAIT_S)
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {within_s:g} s for {what}")
         time.sleep(0.01)
+
+
+def engine_cores() -> list[psutil.Process]:
+    """Processes of this program's engines that lead their workers."""
+    family = psutil.Process().children(recursive=True)
+    return [process for process in family if process.name().startswith("VLLM::EngineCor")]
 
 
 def error_of(service: AsyncVLLM, replica: int, models: Models) -> float:

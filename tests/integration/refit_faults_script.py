@@ -30,7 +30,8 @@ from rl_vllm.errors import EngineDiedError, NoReplicaServesError, RefitError
 from rl_vllm.protocols import SendingTransport, WeightSource, WeightTransport
 from rl_vllm.types import PromptBatch, TensorSpec, WeightUpdate
 from rl_vllm.weights import BroadcastTransport, ModuleSource, SharedStorageTransport, refit
-from tests.integration.refit_checks import LONG, ROWS, Models, error_of, wait_for
+from tests.integration.facts import tell
+from tests.integration.refit_checks import LONG, ROWS, Models, engine_cores, error_of, wait_for
 from tests.integration.truth import load_trainer, train_a_bit
 
 LIMIT_S = 60.0
@@ -153,8 +154,7 @@ class Stage:
 
 def core_of(service: AsyncVLLM, replica: int) -> psutil.Process:
     """The engine core of a replica: the one that works when that replica is asked."""
-    family = psutil.Process().children(recursive=True)
-    cores = [process for process in family if process.name().startswith("VLLM::EngineCor")]
+    cores = engine_cores()
 
     def worked() -> list[float]:
         return [sum(core.cpu_times()[:2]) for core in cores]
@@ -225,7 +225,7 @@ def main() -> None:
             inject_lost_members(stage)
         finally:
             stage.kept.close()
-    print("FOUND " + json.dumps(stage.found))
+    tell(stage.found)
 
 
 if __name__ == "__main__":

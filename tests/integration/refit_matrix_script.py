@@ -7,7 +7,6 @@ Ray with room of its own. One worker per replica makes two replicas, two workers
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from rl_vllm.config import RefitConfig
 from rl_vllm.errors import RefitError
 from rl_vllm.types import FinishReason, InFlight, Verify
 from rl_vllm.weights import ModuleSource, SharedStorageTransport, refit
+from tests.integration.facts import tell
 from tests.integration.refit_checks import Error, Models, Under, errors_by_replica
 from tests.integration.truth import load_trainer, train_a_bit
 
@@ -97,7 +97,7 @@ def main() -> None:
         # The facts can be wrong: a model trained a little further explains nothing.
         train_a_bit(trained, 98)
         found["wrong"] = errors_by_replica(service, {service.weight_version: trained})
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

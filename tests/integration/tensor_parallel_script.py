@@ -7,13 +7,11 @@ room of its own, and cores of its choice.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +23,18 @@ from rl_vllm.config import HealthConfig
 from rl_vllm.engine.reaper import mapped_segments
 from rl_vllm.errors import EngineDiedError
 from rl_vllm.types import CompletionBatch, PromptBatch
-from tests.integration.truth import load_trainer, response_logprobs, train_a_bit
+from tests.integration.facts import tell
+from tests.integration.refit_checks import Error, Models, engine_cores, wait_for
+from tests.integration.truth import load_trainer, train_a_bit
 
 WAIT_S = 60.0
 ROWS = [[7, 3, 300, 41, row] for row in range(8)]
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {WAIT_S:g} s for {what}")
-        time.sleep(0.05)
-
-
 def workers() -> list[psutil.Process]:
     """The engine's workers, by rank."""
-    family = psutil.Process().children(recursive=True)
-    cores = [process for process in family if process.name().startswith("VLLM::EngineCore")]
     # Told by their parent: a worker bears its own title only once it has set it.
-    found = [p for core in cores for p in core.children() if "resource_tracker" not in " ".join(p.cmdline())]
+    found = [p for core in engine_cores() for p in core.children() if "resource_tracker" not in " ".join(p.cmdline())]
     return sorted(found, key=lambda process: process.pid)
 
 
@@ -54,17 +44,10 @@ def computing_cores(process: psutil.Process) -> list[int]:
     return sorted({core for mask in masks if len(mask) == 1 for core in mask})
 
 
-def worst_error(batch: CompletionBatch, models: dict[int, torch.nn.Module]) -> float:
-    """Largest difference between the engine's logprobs and those of the model that each token's label names."""
-    worst = 0.0
-    for index, row in enumerate(ROWS):
-        versions = batch.versions(index)
-        assert set(versions.tolist()) <= set(models)
-        for version, model in models.items():
-            expected = response_logprobs(model, row, batch.tokens(index).tolist())
-            error = (torch.tensor(batch.logprobs(index)) - expected)[torch.tensor(versions == version)]
-            worst = max(worst, float(error.abs().max())) if error.numel() else worst
-    return worst
+def worst_error(batch: CompletionBatch, models: Models) -> float:
+    error = Error()
+    error.add(batch, models, ROWS)
+    return error.worst
 
 
 def refit_in_flight(service: AsyncVLLM, old: torch.nn.Module, new: torch.nn.Module) -> dict[str, Any]:
@@ -84,7 +67,7 @@ def refit_in_flight(service: AsyncVLLM, old: torch.nn.Module, new: torch.nn.Modu
         )
         start = made()
         generating.start()
-        wait_for(lambda: made() >= start + 100, "a hundred tokens")
+        wait_for(lambda: made() >= start + 100, "a hundred tokens", WAIT_S)
         after = second.update_weights(new).version
         generating.join(WAIT_S)
     finally:
@@ -107,7 +90,7 @@ def die(service: AsyncVLLM) -> str:
 
     waiting = threading.Thread(target=generate)
     waiting.start()
-    wait_for(lambda: sum(m.num_running for m in service.metrics() if m is not None) > 0, "a running request")
+    wait_for(lambda: sum(m.num_running for m in service.metrics() if m is not None) > 0, "a running request", WAIT_S)
     victim.send_signal(signal.SIGKILL)
     waiting.join(WAIT_S)
     return errors[0] if errors else "no error"
@@ -147,7 +130,7 @@ def main() -> None:
     while any(Path(name).exists() for name in segments) and time.monotonic() < deadline:
         time.sleep(0.05)
     found["segments_left"] = [name for name in segments if Path(name).exists()]
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.facts import found_by
 
 # The kinds of fault are in the unit tests too, and a death under load in test_chaos.py.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,13 +36,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def found(tiny_qwen3_tied: Path) -> dict[str, Any]:
     """What the script found; see there."""
-    command = [sys.executable, "-m", "tests.integration.refit_faults_script", str(tiny_qwen3_tied)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    lines = [line.removeprefix("FOUND ") for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert ended.returncode == 0
-    facts: dict[str, Any] = json.loads(lines[0])
-    return facts
+    return found_by("refit_faults_script", str(tiny_qwen3_tied), timeout_s=RUN_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("fault", EXPECTED)

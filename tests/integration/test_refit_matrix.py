@@ -6,13 +6,12 @@ The cells marked slow complete the matrix; the others meet every pair of two fac
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.facts import found_by
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -51,13 +50,7 @@ def run(engine: tuple[str, int], cells: list[str], folder: Path) -> Facts:
     model, workers = engine
     family, head = model.split("-")
     path = build_tiny_model(folder, family, tied=head == "tied")  # type: ignore[arg-type]
-    command = [sys.executable, "-m", "tests.integration.refit_matrix_script", str(path), str(workers), *cells]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    found = [line.removeprefix("FOUND ") for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
-    assert found, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert ended.returncode == 0
-    facts: Facts = json.loads(found[0])
-    return facts
+    return found_by("refit_matrix_script", str(path), str(workers), *cells, timeout_s=RUN_TIMEOUT_S)
 
 
 def check(facts: Facts, cells: list[str], num_replicas: int) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.facts import found_by
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -19,13 +18,7 @@ RUN_TIMEOUT_S = 280.0
 
 def serve(model: Path, *arguments: str) -> dict[str, Any]:
     """What the script found; see there."""
-    command = [sys.executable, "-m", "tests.integration.tensor_parallel_script", str(model), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    found = [line.removeprefix("FOUND ") for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
-    assert found, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert ended.returncode == 0
-    facts: dict[str, Any] = json.loads(found[0])
-    return facts
+    return found_by("tensor_parallel_script", str(model), *arguments, timeout_s=RUN_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_workers_are_told(
 def test_damaged_bytes_are_named_by_the_worker_that_got_them(
     transport: BroadcastTransport, workers: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_vllm.weights.broadcast.bytes_of", lambda _tensor: b"not what was sent")
+    monkeypatch.setattr("rl_vllm.protocols.wire.crc32_of", lambda _tensor: zlib.crc32(b"not what was sent"))
     with pytest.raises(ConnectionError, match=r"replica \d, worker 0"):
         refit(transport, workers, weights())
     answers = [worker.answer() for worker in workers]
