@@ -133,8 +133,9 @@ class StorageLoader:
     """What TorchRL's scheme calls in a worker: its own worker class has it, and is one for GPUs.
 
     TorchRL 0.14 hands the pair of a name and a tensor to vLLM where pairs are wanted, and drops the error: no weight is
-    ever loaded; it also sends buffers that no checkpoint has. What is timed hands over all pairs at once and leaves the
-    buffers out; ``as_it_is`` is the original.
+    ever loaded; it also sends buffers that no checkpoint has, and loads into layers that have packed their weights and
+    on a CPU keep no place for others. What is timed leaves the buffers out and gives the rest to vLLM's own reload;
+    ``as_it_is`` is the original.
     """
 
     model_runner: Any
@@ -143,7 +144,8 @@ class StorageLoader:
         from tensordict import TensorDict
 
         weights = TensorDict.load_memmap(storage_path).flatten_keys(".")
-        self.model_runner.model.load_weights(pair for pair in weights.items() if "rotary_emb" not in pair[0])
+        pairs = ((name, tensor) for name, tensor in weights.items() if "rotary_emb" not in name)
+        self.model_runner.reload_weights(weights_iterator=pairs)
 
     def as_it_is(self, storage_path: str, num_threads: int = 1) -> None:
         from torchrl.modules.llm.backends.vllm.vllm_async import _AsyncvLLMWorker

@@ -13,6 +13,7 @@ from rl_vllm.engine import reaper
 from rl_vllm.engine.cpu_cores import CoreLease
 from rl_vllm.engine.plugin import DIE_WITH_PARENT
 from rl_vllm.engine.start_error import OutputMark, start_error
+from rl_vllm.engine.starting import set_variable
 from rl_vllm.errors import EngineStartError
 from rl_vllm.types import (
     CommitReport,
@@ -76,11 +77,9 @@ class EngineActor:
         # Ray's actors run their event loop in a thread that vLLM must not fork from.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if self._on_cpu:
-            lease = CoreLease(num_workers=self._config.num_workers, cores_per_worker=self._config.cpu_cores)
-            self._lease = lease
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = lease.binding
-            # Would override the size in the engine's settings.
-            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+            self._lease = CoreLease(num_workers=self._config.num_workers, cores_per_worker=self._config.cpu_cores)
+            for name, value in self._lease.environment.items():
+                set_variable(name, value)
 
     @property
     def _running(self) -> VLLMEngine:

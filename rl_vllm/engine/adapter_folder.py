@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,7 +16,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_base_embedding_weights, is_in_target_modules
 
 from rl_vllm.errors import ConfigError
-from rl_vllm.types import LoRAAdapter, TensorSpec, weights_digest
+from rl_vllm.types import LoRAAdapter, TensorSpec, hash_of_bytes, weights_digest
 
 _SHOWN = 8
 # Module, which of the two matrices (A is applied first), and of what; PEFT's prefix is not always there.
@@ -100,7 +99,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def _require_checksum(tensors: Mapping[str, torch.Tensor], expected: str | None) -> None:
     if expected is None:
         return
-    found = weights_digest((_spec(name, tensor), zlib.crc32(_bytes(tensor))) for name, tensor in tensors.items())
+    found = weights_digest((_spec(name, tensor), hash_of_bytes(_bytes(tensor))) for name, tensor in tensors.items())
     if found != expected:
         raise ValueError(f"its tensors are not those that were written: checksum {found}, expected {expected}")
 

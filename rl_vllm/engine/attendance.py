@@ -85,16 +85,16 @@ class Attendance:
             raise TimeoutError(f"the trainer did not begin within {self._deadline.timeout_s:g} s")
         return meeting.read(wire.GO) or ""
 
-    def _digest(self, crcs: Sequence[int], sent: Sequence[int]) -> str:
+    def _digest(self, hashes: Sequence[int], sent: Sequence[int]) -> str:
         """The digest of what came, whose CRC-32s are those that the trainer sent.
 
         Raises:
             RefitError: One differs.
         """
-        for spec, crc, wanted in zip(self._specs, crcs, sent, strict=True):
-            if crc != wanted:
-                raise self._error(f"{spec.name} arrived damaged: checksum {crc:08x}, the trainer sent {wanted:08x}")
-        return weights_digest(zip(self._specs, crcs, strict=True))
+        for spec, found, wanted in zip(self._specs, hashes, sent, strict=True):
+            if found != wanted:
+                raise self._error(f"{spec.name} arrived damaged: checksum {found:x}, the trainer sent {wanted:x}")
+        return weights_digest(zip(self._specs, hashes, strict=True))
 
     def _release(self) -> None:
         """Free the connection; whoever waits in another thread ends with an error."""

@@ -33,6 +33,11 @@ class ReceivedWeights(Attendance):
         """Digest of the tensors that came, or "" before the last has or when the trainer sends no checksums."""
         return self._checksum
 
+    @property
+    def is_here(self) -> bool:
+        """Whether :meth:`verify` receives everything."""
+        return self._invitation.hold == "host"
+
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Compare the trainer's specs with the model's and report to the roll-call; with ``host``, receive everything.
 
@@ -68,13 +73,13 @@ class ReceivedWeights(Attendance):
         try:
             self._await_the_word(meeting)
             group = self._join(meeting)
-            crcs: list[int] = []
+            hashes: list[int] = []
             for name, tensor in self._tensors(group):
                 if self._invitation.checksum:
-                    crcs.append(wire.crc32_of(tensor))
+                    hashes.append(wire.hash_of(tensor))
                 yield name, tensor
             if self._invitation.checksum:
-                self._compare(group, crcs)
+                self._compare(group, hashes)
             meeting.put(wire.done(self._rank), "")
         except (ConnectionError, TimeoutError) as error:
             raise self._explained(error) from error
@@ -109,11 +114,11 @@ class ReceivedWeights(Attendance):
             deadline=self._deadline,
         )
 
-    def _compare(self, group: wire.Group, crcs: list[int]) -> None:
-        sent = torch.empty(len(crcs), dtype=torch.int64, device=group.device)
+    def _compare(self, group: wire.Group, hashes: list[int]) -> None:
+        sent = torch.empty(len(hashes), dtype=torch.int64, device=group.device)
         group.broadcast(sent.view(torch.uint8))
         group.finish_oldest(self._check)
-        self._checksum = self._digest(crcs, sent.tolist())
+        self._checksum = self._digest(hashes, sent.tolist())
 
 
 class _Whole:

@@ -46,6 +46,17 @@ class CoreLease:
         )
 
     @property
+    def environment(self) -> dict[str, str | None]:
+        """What the engine's processes are started with; None for what must not be set."""
+        return {
+            "VLLM_CPU_OMP_THREADS_BIND": self.binding,
+            # Would override the size in the engine's settings.
+            "VLLM_CPU_KVCACHE_SPACE": None,
+            # Weights in huge pages: most of the time to load them goes into getting pages.
+            "THP_MEM_ALLOC_ENABLE": "1",
+        }
+
+    @property
     def binding(self) -> str:
         """The groups in vLLM's notation: cores of one worker joined by commas, workers by ``|``."""
         return "|".join(",".join(map(str, sorted(set(group)))) for group in self.groups)

@@ -41,6 +41,11 @@ class IPCWeights:
         """Digest of the tensors, as verified; empty when the trainer computed no checksums."""
         return self._checksum
 
+    @property
+    def is_here(self) -> bool:
+        """False: the bytes come while the model is loaded."""
+        return False
+
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Compare specs and GPUs, map the trainer's memory, and compare the digest.
 
@@ -102,12 +107,12 @@ class IPCWeights:
         return mapped
 
     def _compare(self, specs: Sequence[TensorSpec], cancelled: threading.Event) -> None:
-        crcs: list[int] = []
+        hashes: list[int] = []
         for _, tensor in self._mapped:
             if cancelled.is_set():
                 raise self._error("staging was given up")
-            crcs.append(wire.crc32_of(tensor))
-        found = weights_digest(zip(specs, crcs, strict=True))
+            hashes.append(wire.hash_of(tensor))
+        found = weights_digest(zip(specs, hashes, strict=True))
         if found != self._update.checksum:
             raise self._error(f"the weights' digest is {found}, the trainer's memory held {self._update.checksum}")
         self._checksum = found

@@ -54,7 +54,8 @@ def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from rl_vllm.engine import cpu_lora, cpu_seeds
+        from rl_vllm.engine import cpu_idle, cpu_lora, cpu_seeds
 
+        cpu_idle.install()
         cpu_seeds.install()
         cpu_lora.install()

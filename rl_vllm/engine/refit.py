@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EXTENSION = "rl_vllm.engine.transfer.WeightWorkerExtension"
 
 _FIRST_POLL_S = 0.005
-_LONGEST_POLL_S = 0.1
+_LONGEST_POLL_S = 0.03
 
 
 async def stage_weights(llm: AsyncLLM, update: WeightUpdate, *, timeout_s: float) -> None:
@@ -73,11 +73,12 @@ async def commit_weights(
     await llm.pause_generation(mode=in_flight.value, clear_cache=False)
     paused = time.perf_counter()
     try:
-        digests = await llm.collective_rpc("rl_vllm_commit", args=(update.version,))
+        answers = await llm.collective_rpc("rl_vllm_commit", args=(update.version,))
     except Exception as error:
         # The engine's own error carries the worker's words inside its own; the worker still knows them alone.
         reason = await _first_failure(llm)
         raise RefitError(update.version, "commit", (), reason or str(error)) from error
+    digests = [digest for digest, _ in answers]
     if len(set(digests)) != 1:
         raise RefitError(update.version, "commit", (), f"the workers loaded different weights: {sorted(set(digests))}")
     reset = False
@@ -94,6 +95,7 @@ async def commit_weights(
         stall_s=time.perf_counter() - paused,
         checksum=digests[0],
         prefix_cache_reset=reset,
+        is_double_buffered=all(has_swapped for _, has_swapped in answers),
     )
 
 

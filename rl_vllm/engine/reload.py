@@ -39,7 +39,7 @@ def load_whole_model(model: nn.Module, model_config: Any, weights: Iterable[tupl
             call can replace them all.
     """
     tied_heads = _tied_heads(model)
-    experts = _repacked_experts(model)
+    experts = repacked_experts(model)
     for layer in experts:
         _give_back_loadable_shapes(layer)
     initialize_layerwise_reload(model)
@@ -71,7 +71,8 @@ def _tied_heads(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _repacked_experts(model: nn.Module) -> list[Any]:
+def repacked_experts(model: nn.Module) -> list[Any]:
+    """Experts that a CPU computes from a packed copy, which later loads leave to their kernel's own post-load step."""
     if not current_platform.is_cpu():
         return []
     return [

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rl_vllm.errors import RefitError
-from rl_vllm.types import ShardEntry, TensorSpec, WeightManifest, WeightUpdate, digest_of
+from rl_vllm.types import ShardEntry, TensorSpec, WeightManifest, WeightUpdate, digest_of, hash_of_bytes
 
 FORMAT_DTYPES = {
     "F64": torch.float64,
@@ -56,6 +56,11 @@ class StagedFolder:
         """Digest of the tensors, as verified; empty when the trainer computed no checksums."""
         return digest_of(self._manifest.entries) or ""
 
+    @property
+    def is_here(self) -> bool:
+        """True: what is verified is mapped."""
+        return True
+
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Map every shard and compare names, shapes, dtypes, sizes and checksums.
 
@@ -69,7 +74,7 @@ class StagedFolder:
             if cancelled.is_set():
                 raise self._error("staging was given up")
             found = self._shard(entry).bytes_of(entry.spec.name)
-            if entry.crc32 is not None and zlib.crc32(found) != entry.crc32:
+            if entry.xxh3 is not None and hash_of_bytes(found) != entry.xxh3:
                 raise self._error(f"{entry.spec.name} in {entry.file} has a wrong checksum: the file is damaged")
         if self._update.checksum is not None and self.checksum != self._update.checksum:
             raise self._error(f"the weights' digest is {self.checksum}, the trainer sent {self._update.checksum}")

@@ -36,14 +36,15 @@ def environment(**values: str | None) -> Iterator[None]:
         before = dict(os.environ)
         try:
             for name, value in values.items():
-                _set(name, value)
+                set_variable(name, value)
             yield
         finally:
             for name in os.environ.keys() | before.keys():
-                _set(name, before.get(name))
+                set_variable(name, before.get(name))
 
 
-def _set(name: str, value: str | None) -> None:
+def set_variable(name: str, value: str | None) -> None:
+    """Set a variable of this process's environment, or unset it with None."""
     if value is None:
         os.environ.pop(name, None)
     elif os.environ.get(name) != value:
@@ -153,8 +154,7 @@ class EngineHost:
         }
         if self._on_cpu:
             self._lease = CoreLease(num_workers=self._config.num_workers, cores_per_worker=self._config.cpu_cores)
-            # The second would override the size in the engine's settings.
-            values |= {"VLLM_CPU_OMP_THREADS_BIND": self._lease.binding, "VLLM_CPU_KVCACHE_SPACE": None}
+            values |= self._lease.environment
         with environment(**values):
             from rl_vllm.engine.vllm_engine import VLLMEngine
 

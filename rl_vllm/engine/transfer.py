@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
+import psutil
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -28,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rl_vllm.engine import reload
+from rl_vllm.engine.back_buffer import BackBuffer, is_supported, num_bytes
 from rl_vllm.engine.broadcast import ReceivedWeights
 from rl_vllm.engine.ipc import IPCWeights
 from rl_vllm.engine.plugin import BACKEND
@@ -46,6 +48,10 @@ class StagedWeights(Protocol):
 
     @property
     def checksum(self) -> str: ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether everything has come when :meth:`verify` returns, and not only when the tensors are asked for."""
 
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None: ...
 
@@ -87,8 +93,13 @@ class _Staging:
     cancelled: threading.Event
     thread: threading.Thread | None = None
     weights: StagedWeights | None = None
+    back_buffer: BackBuffer | None = None
     failure: str | None = None
     ready: bool = False
+
+    def close_back_buffer(self) -> None:
+        if self.back_buffer is not None:
+            self.back_buffer.close()
 
 
 class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
@@ -101,6 +112,7 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     _staging: _Staging | None = None
     _expected: tuple[TensorSpec, ...] | None = None
     _loaded_checksum: str = ""
+    _has_swapped: bool = False
 
     def stage(self, update: WeightUpdate) -> None:
         """Start to read and verify a version in a thread; a version staged before and not committed is dropped.
@@ -132,6 +144,8 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         staging.cancelled.set()
         if staging.weights is not None:
             staging.weights.close()
+        if staging.ready:
+            staging.close_back_buffer()
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Do nothing: no transport needs a rendezvous."""
@@ -160,7 +174,11 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
             raise RuntimeError(f"version {staging.update.version} is staged, not {update_info.version}")
         assert staging.weights is not None
         try:
-            reload.load_whole_model(self.model, self.model_config, staging.weights)
+            self._has_swapped = staging.back_buffer is not None
+            if staging.back_buffer is not None:
+                staging.back_buffer.swap()
+            else:
+                reload.load_whole_model(self.model, self.model_config, staging.weights)
         except Exception as error:
             staging.ready, staging.failure = False, f"{type(error).__name__}: {error}"
             staging.weights.close()
@@ -180,10 +198,22 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         """Digest of the version loaded last, computed from the bytes that this worker had."""
         return self._loaded_checksum
 
+    def has_swapped(self) -> bool:
+        """Whether the last commit swapped two sets of parameters, see :class:`~rl_vllm.config.RefitConfig`."""
+        return self._has_swapped
+
     def _place(self) -> WorkerPlace:
         parallel = self.vllm_config.parallel_config
         rank: int = parallel.rank + parallel.data_parallel_index * parallel.world_size
         return WorkerPlace(rank, self.device, self.config, self.vllm_config)
+
+    def _wants_back_buffer(self, update: WeightUpdate) -> bool:
+        if update.double_buffer is False or not is_supported(self.model):
+            return False
+        if update.double_buffer is None:
+            room: int = psutil.virtual_memory().available
+            return self.device.type == "cpu" and 2 * num_bytes(self.model) < room
+        return True
 
     def _staged(self) -> _Staging:
         ready, failure = self.stage_state()
@@ -201,6 +231,11 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
                 )
             staging.weights = READERS[staging.update.transport](staging.update, self._place())
             staging.weights.verify(self._expected, staging.cancelled)
+            if staging.weights.is_here and self._wants_back_buffer(staging.update):
+                staging.back_buffer = BackBuffer(self.model)
+                staging.back_buffer.load(self._while_wanted(staging, staging.weights))
+                # Of what came only the digest is needed still.
+                staging.weights.close()
         except RefitError as error:
             staging.failure = error.reason
         except BaseException as error:
@@ -208,6 +243,16 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
             raise
         else:
             staging.ready = True
+        finally:
+            if staging.cancelled.is_set() or not staging.ready:
+                staging.close_back_buffer()
+
+    @staticmethod
+    def _while_wanted(staging: _Staging, weights: StagedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in weights:
+            if staging.cancelled.is_set():
+                raise RefitError(staging.update.version, "stage", (), "staging was given up")
+            yield pair
 
 
 class WeightWorkerExtension:
@@ -231,17 +276,18 @@ class WeightWorkerExtension:
         """See :meth:`RefitTransferEngine.discard`."""
         self._rl_vllm_engine().discard()
 
-    def rl_vllm_commit(self, version: int) -> str:
+    def rl_vllm_commit(self, version: int) -> tuple[str, bool]:
         """Load the staged version; generation must be paused.
 
         Returns:
-            The digest of the loaded tensors, see :func:`~rl_vllm.types.weights_digest`.
+            The digest of the loaded tensors, see :func:`~rl_vllm.types.weights_digest`; and whether they had been
+            loaded before, into a second set of parameters.
         """
         engine = self._rl_vllm_engine()
         self.start_weight_update()
         self.update_weights(asdict(RefitUpdateInfo(version)))
         self.finish_weight_update()
-        return engine.loaded_checksum()
+        return engine.loaded_checksum(), engine.has_swapped()
 
     def _rl_vllm_engine(self) -> RefitTransferEngine:
         engine = self.weight_transfer_engine

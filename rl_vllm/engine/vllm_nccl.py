@@ -46,6 +46,11 @@ class NCCLWeights(Attendance):
         """Digest of the tensors that came, or "" before the last has or when the trainer sends no checksums."""
         return self._checksum
 
+    @property
+    def is_here(self) -> bool:
+        """False: the bytes come while the model is loaded."""
+        return False
+
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Compare the trainer's specs with the model's, report to the roll-call, and join the group.
 
@@ -78,17 +83,17 @@ class NCCLWeights(Attendance):
         self._phase = "commit"
         self._deadline = wire.Deadline(self._invitation.timeout_s)
         meeting = self._open_meeting()
-        crcs: list[int] = []
+        hashes: list[int] = []
         try:
             for specs in wire.packed_chunks(self._specs, self._invitation.bucket_bytes):
                 for name, tensor in self._receive(specs):
                     if self._invitation.checksum:
-                        crcs.append(wire.crc32_of(tensor))
+                        hashes.append(wire.hash_of(tensor))
                     yield name, tensor
                 # The memory of the last chunk may be filled again before copies out of it have been made.
                 gpu.settle(self._device)
             if self._invitation.checksum:
-                self._compare(meeting, crcs)
+                self._compare(meeting, hashes)
             meeting.put(wire.done(self._rank), "")
         except Exception as error:
             raise self._failed(error) from error
@@ -114,10 +119,10 @@ class NCCLWeights(Attendance):
         self._bounded(lambda: self._receiver.receive_weights(info), "a bucket")
         return self._catcher.take()
 
-    def _compare(self, meeting: wire.Meeting, crcs: list[int]) -> None:
-        if not wire.wait_until(lambda: meeting.read(wire.CRCS) is not None, self._check, self._deadline):
+    def _compare(self, meeting: wire.Meeting, hashes: list[int]) -> None:
+        if not wire.wait_until(lambda: meeting.read(wire.HASHES) is not None, self._check, self._deadline):
             raise TimeoutError(f"no checksums came within {self._deadline.timeout_s:g} s")
-        self._checksum = self._digest(crcs, json.loads(meeting.read(wire.CRCS) or "[]"))
+        self._checksum = self._digest(hashes, json.loads(meeting.read(wire.HASHES) or "[]"))
 
     def _bounded(self, call: Callable[[], None], what: str) -> None:
         """Run a call of vLLM's in a thread of its own, and leave it behind when it does not end in time."""

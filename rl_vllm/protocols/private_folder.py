@@ -8,16 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from pathlib import Path
-from typing import BinaryIO
 
 MEMORY_FOLDER = Path("/dev/shm")
 _START_TIMEOUT_S = 30.0
 
-# Runs as a separate process that only waits for its owner to end, by whatever signal, and then removes the folder: the
-# end of a pipe is the one message that even a killed process sends. A byte says that the owner has removed it. The
-# process leaves its parent at once: Ray ends the children of a worker that it kills, before they could do anything.
+# Runs as a separate process, one for all folders of its owner: it is told of each that is made or removed, and when its
+# owner ends, by whatever signal, it removes those that are left. The end of a pipe is the one message that even a
+# killed process sends. It leaves its parent at once: Ray ends the children of a worker that it kills, before they could
+# do anything.
 _GUARDIAN = """
 import os, shutil, signal, sys
 if os.fork():
@@ -26,8 +27,11 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 print(os.getpid(), flush=True)
 os.close(1)
-if not sys.stdin.buffer.read(1):
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+folders = set()
+for line in sys.stdin:
+    (folders.add if line[0] == "+" else folders.discard)(line[1:-1])
+for folder in folders:
+    shutil.rmtree(folder, ignore_errors=True)
 os._exit(0)
 """
 
@@ -41,7 +45,7 @@ class PrivateFolder:
 
     Attributes:
         path: Where it is.
-        guardian: Process id of who removes it after this process.
+        guardian: Process id of who removes it after this process; one does so for all folders of a process.
 
     Raises:
         OSError: It cannot be made.
@@ -51,21 +55,73 @@ class PrivateFolder:
         in_memory = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > wanted_bytes
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=MEMORY_FOLDER if in_memory else None))
         try:
-            self.guardian, owners_end = _start_guardian(self.path)
+            self.guardian = _GUARDIANS.watch(self.path)
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
-        self._remove = weakref.finalize(self, _remove, self.path, owners_end, os.getpid())
+        self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def remove(self) -> None:
         """Remove it with all it holds; files that are mapped stay readable through their mappings. Idempotent."""
         self._remove()
 
 
-def _start_guardian(folder: Path) -> tuple[int, BinaryIO]:
+class _Guardians:
+    """The guardian of this process, started when the first folder is made and again when it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = 0
+        self._pid = 0
+        self._pipe: int | None = None
+        self._folders: set[Path] = set()
+
+    def watch(self, folder: Path) -> int:
+        """Have the folder removed when this process ends; returns who will.
+
+        Raises:
+            OSError: Nobody can be started for it.
+        """
+        with self._lock:
+            if self._owner != os.getpid():
+                # After a fork: the parent's folders are its own, and so is the guardian that knows them.
+                self._hang_up()
+                self._owner, self._folders = os.getpid(), set()
+            if not self._tell(f"+{folder}"):
+                self._pid, self._pipe = _start_guardian(folder)
+                for known in (*self._folders, folder):
+                    self._tell(f"+{known}")
+            self._folders.add(folder)
+            return self._pid
+
+    def forget(self, folder: Path) -> None:
+        with self._lock:
+            self._folders.discard(folder)
+            self._tell(f"-{folder}")
+
+    def _tell(self, line: str) -> bool:
+        if self._pipe is None:
+            return False
+        try:
+            os.write(self._pipe, os.fsencode(line + "\n"))
+        except BrokenPipeError:  # it was killed by hand
+            self._hang_up()
+            return False
+        return True
+
+    def _hang_up(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+        self._pipe = None
+
+
+_GUARDIANS = _Guardians()
+
+
+def _start_guardian(folder: Path) -> tuple[int, int]:
     """The guardian's process id, and the end of the pipe by which it knows its owner."""
     starting = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARDIAN, str(folder)],
+        [sys.executable, "-I", "-S", "-c", _GUARDIAN],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -73,26 +129,19 @@ def _start_guardian(folder: Path) -> tuple[int, BinaryIO]:
     )
     assert starting.stdin is not None
     assert starting.stdout is not None
-    owners_end: BinaryIO = starting.stdin  # type: ignore[assignment]
-    with starting.stdout as told:
+    with starting.stdin as owners_end, starting.stdout as told:
         try:
             starting.wait(_START_TIMEOUT_S)
             is_ready, _, _ = select.select([told], [], [], _START_TIMEOUT_S)
-            return int(told.readline() if is_ready else b""), owners_end
+            # A descriptor of its own is not closed by whatever order Python ends objects in.
+            return int(told.readline() if is_ready else b""), os.dup(owners_end.fileno())
         except (subprocess.TimeoutExpired, ValueError) as error:
             starting.kill()
-            owners_end.close()
             raise OSError(f"{sys.executable} did not start to look after {folder}") from error
 
 
-def _remove(folder: Path, owners_end: BinaryIO, owner_pid: int) -> None:
+def _remove(folder: Path, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child has a copy of the object, not the folder
     shutil.rmtree(folder, ignore_errors=True)
-    # Its reader may have been killed by hand.
-    try:
-        os.write(owners_end.fileno(), b"x")
-    except BrokenPipeError:
-        return
-    finally:
-        owners_end.close()
+    _GUARDIANS.forget(folder)

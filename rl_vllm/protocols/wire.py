@@ -16,7 +16,7 @@ When vLLM forms the group and moves the bytes (:mod:`rl_vllm.engine.vllm_nccl`),
 are cut as vLLM packs them (:func:`packed_chunks`), and there are two more keys::
 
     joined/RANK      a worker is in the group
-    crcs             the CRC-32 of each tensor, once the last is on its way
+    hashes             the hash of each tensor, once the last is on its way
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rl_vllm.types import TensorSpec, WeightReceiver
+from rl_vllm.types import TensorSpec, WeightReceiver, hash_of_bytes
 
 Hold = Literal["host", "none"]
 Store = TCPStore
@@ -45,7 +44,7 @@ SPECS = "specs"
 GO = "go"
 CANCEL = "cancel"
 FAILED = "failed"
-CRCS = "crcs"
+HASHES = "hashes"
 
 # A tensor can be looked at where its bytes came to lie, whatever its dtype.
 ALIGNMENT = 16
@@ -141,9 +140,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def crc32_of(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes, which are copied to the host when they are not there."""
-    return zlib.crc32(flat_bytes(tensor).cpu().numpy().data)
+def hash_of(tensor: torch.Tensor) -> int:
+    """Hash of a tensor's bytes, which are copied to the host when they are not there."""
+    return hash_of_bytes(flat_bytes(tensor).cpu().numpy().data)
 
 
 def starts_of(specs: Sequence[TensorSpec]) -> list[int]:

@@ -38,6 +38,7 @@ from rl_vllm.types.weights import (
     WeightReceiver,
     WeightUpdate,
     digest_of,
+    hash_of_bytes,
     weights_digest,
 )
 
@@ -78,5 +79,6 @@ __all__ = [
     "WeightVersionSpan",
     "pack_rows",
     "digest_of",
+    "hash_of_bytes",
     "weights_digest",
 ]

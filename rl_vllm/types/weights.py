@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+import xxhash
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -24,12 +26,17 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+def hash_of_bytes(data: bytes | memoryview) -> int:
+    """64-bit XXH3 of some bytes, as a signed integer: what torch can send. The interpreter is free meanwhile."""
+    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+
+
 def weights_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> str:
-    """Digest of a whole set of weights, from each tensor's spec and CRC-32; independent of their order.
+    """Digest of a whole set of weights, from each tensor's spec and hash (:func:`hash_of_bytes`), in any order.
 
     Trainer and engines compute it each from the bytes in its own hands; equal digests mean equal weights.
     """
-    lines = sorted(f"{spec.name} {spec.dtype} {list(spec.shape)} {crc32:08x}" for spec, crc32 in tensors)
+    lines = sorted(f"{spec.name} {spec.dtype} {list(spec.shape)} {number}" for spec, number in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -107,20 +114,20 @@ class ShardEntry:
     Attributes:
         spec: Name, dtype and shape.
         file: File name inside the version's folder.
-        crc32: Checksum of the tensor's bytes, or None when the trainer computed none.
+        xxh3: :func:`hash_of_bytes` of the tensor's bytes, or None when the trainer computed no checksums.
     """
 
     spec: TensorSpec
     file: str
-    crc32: int | None
+    xxh3: int | None
 
 
 def digest_of(entries: Iterable[ShardEntry]) -> str | None:
     """The :func:`weights_digest` of stored tensors, or None when their checksums were not computed."""
-    known = [(entry.spec, entry.crc32) for entry in entries]
-    if any(crc32 is None for _, crc32 in known):
+    known = [(entry.spec, entry.xxh3) for entry in entries]
+    if any(xxh3 is None for _, xxh3 in known):
         return None
-    return weights_digest((spec, crc32) for spec, crc32 in known if crc32 is not None)
+    return weights_digest((spec, xxh3) for spec, xxh3 in known if xxh3 is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ class WeightManifest:
             ShardEntry(
                 spec=TensorSpec(item["spec"]["name"], item["spec"]["dtype"], tuple(item["spec"]["shape"])),
                 file=item["file"],
-                crc32=item["crc32"],
+                xxh3=item["xxh3"],
             )
             for item in raw["entries"]
         )
@@ -168,6 +175,7 @@ class WeightUpdate:
         num_bytes: Their bytes.
         checksum: The trainer's :func:`weights_digest` of what it sent, or None when the transport cannot know it.
         is_kept: Whether a replica that starts later can still have it.
+        double_buffer: See :class:`~rl_vllm.config.RefitConfig`.
     """
 
     version: int
@@ -177,6 +185,7 @@ class WeightUpdate:
     num_bytes: int
     checksum: str | None = None
     is_kept: bool = True
+    double_buffer: bool | None = None
 
     def addressed_to(self, replica: int) -> WeightUpdate:
         """As one replica gets it: its payload holds the index too, so that its workers know their places in a group."""
@@ -223,12 +232,14 @@ class CommitReport:
         stall_s: Seconds during which it made no token.
         checksum: Digest of all loaded tensors over its workers; equal on all replicas.
         prefix_cache_reset: Whether cached KV of the old weights is gone.
+        is_double_buffered: Whether all its workers had loaded the weights before it paused, and only swapped them.
     """
 
     version: int
     stall_s: float
     checksum: str
     prefix_cache_reset: bool
+    is_double_buffered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +259,7 @@ class RefitReceipt:
             slowest replica took to load it.
         checksum: Digest that all replicas agree on; empty with ``Verify.NONE``.
         num_rpcs: Calls made to each replica to refit it; scoring a probe batch is not counted.
+        is_double_buffered: Whether every replica loaded the weights while staging and only swapped them in the stall.
         logprob_max_difference: Largest difference between a replica's and the trainer's logprob of one probe token, in
             nats; None unless ``Verify.LOGPROBS``.
         logprob_mean_difference: Its mean over all replicas and tokens, in nats.
@@ -264,6 +276,7 @@ class RefitReceipt:
     stall_s: float = 0.0
     checksum: str = ""
     num_rpcs: int = 0
+    is_double_buffered: bool = False
     logprob_max_difference: float | None = None
     logprob_mean_difference: float | None = None
 
@@ -274,8 +287,8 @@ class RefitReceipt:
     def as_metrics(self, prefix: str = "refit/") -> dict[str, float]:
         """Numbers for a logger, by ``prefix`` and name: what is not known is left out.
 
-        ``version``, ``num_replicas``, ``num_tensors``, ``num_bytes``, ``num_rpcs``, ``check_s``, ``stage_s``,
-        ``commit_s``, ``verify_s``, ``total_s``, ``stall_s``, ``stage_gb_per_s`` (1e9 bytes),
+        ``version``, ``num_replicas``, ``num_tensors``, ``num_bytes``, ``num_rpcs``, ``is_double_buffered`` (1 or 0),
+        ``check_s``, ``stage_s``, ``commit_s``, ``verify_s``, ``total_s``, ``stall_s``, ``stage_gb_per_s`` (1e9 bytes),
         ``logprob_max_difference`` and ``logprob_mean_difference`` (nats).
         """
         values: dict[str, float | None] = {
@@ -284,6 +297,7 @@ class RefitReceipt:
             "num_tensors": self.num_tensors,
             "num_bytes": self.num_bytes,
             "num_rpcs": self.num_rpcs,
+            "is_double_buffered": self.is_double_buffered,
             **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
             "total_s": self.total_s,
             "stall_s": self.stall_s,
@@ -305,6 +319,7 @@ class RefitReceipt:
         return (
             f"version={self.version} transport={self.transport} replicas={self.num_replicas} "
             f"tensors={self.num_tensors} MB={self.num_bytes / 1e6:.1f} {phases} stall={self.stall_s:.3f}s "
-            f"in_flight={self.in_flight.value} kv={self.kv.value} checksum={self.checksum or '-'}"
+            f"in_flight={self.in_flight.value} kv={self.kv.value} "
+            f"double_buffered={'yes' if self.is_double_buffered else 'no'} checksum={self.checksum or '-'}"
             f"{difference}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_vllm.protocols.private_folder import PrivateFolder
-from rl_vllm.types import AdapterUpdate, weights_digest
+from rl_vllm.types import AdapterUpdate, hash_of_bytes, weights_digest
 from rl_vllm.weights.shard_writer import bytes_of, sync_folder
 from rl_vllm.weights.source import spec_of
 
@@ -72,7 +71,7 @@ class AdapterFolder:
             path=str(final),
             num_tensors=len(tensors),
             num_bytes=num_bytes,
-            checksum=weights_digest((spec, zlib.crc32(bytes_of(tensor))) for spec, tensor in specs)
+            checksum=weights_digest((spec, hash_of_bytes(bytes_of(tensor))) for spec, tensor in specs)
             if checksum
             else None,
         )

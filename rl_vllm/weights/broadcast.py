@@ -154,10 +154,10 @@ class _Sending:
         num_bytes = wire.starts_of(source.specs())[-1]
         stream = _Stream(self._group, invitation.bucket_bytes, num_bytes, self._roll.check)
         tensors = iter(source)
-        crcs = [self._write(stream, spec, next_as_declared(tensors, spec)) for spec in source.specs()]
+        hashes = [self._write(stream, spec, next_as_declared(tensors, spec)) for spec in source.specs()]
         stream.finish()
         if invitation.checksum:
-            self._group.broadcast(torch.tensor(crcs, dtype=torch.int64, device=self._group.device).view(torch.uint8))
+            self._group.broadcast(torch.tensor(hashes, dtype=torch.int64, device=self._group.device).view(torch.uint8))
             self._group.finish_oldest(self._roll.check)
         self._roll.wait_for(wire.done, "finish")
         self._is_done = True
@@ -174,7 +174,7 @@ class _Sending:
         data = wire.flat_bytes(tensor)
         stream.write(data)
         stream.write(_PADDING[: -data.numel() % wire.ALIGNMENT])
-        return wire.crc32_of(tensor) if self._invitation.checksum else 0
+        return wire.hash_of(tensor) if self._invitation.checksum else 0
 
 
 class _Stream:

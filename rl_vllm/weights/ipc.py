@@ -73,7 +73,7 @@ class IPCTransport:
         self._release()
         device = gpu.this_gpu()
         try:
-            handles, crcs = self._share(source, specs, device)
+            handles, hashes = self._share(source, specs, device)
         except BadInputError as error:
             self._release()
             raise RefitError(version, "check", (), str(error)) from error
@@ -90,7 +90,7 @@ class IPCTransport:
             },
             num_tensors=len(specs),
             num_bytes=sum(map(wire.size_bytes, specs)),
-            checksum=weights_digest(zip(specs, crcs, strict=True)) if self._checksum else None,
+            checksum=weights_digest(zip(specs, hashes, strict=True)) if self._checksum else None,
             is_kept=False,
         )
 
@@ -113,7 +113,7 @@ class IPCTransport:
         self, source: WeightSource, specs: tuple[TensorSpec, ...], device: torch.device
     ) -> tuple[list[object], list[int]]:
         handles: list[object] = []
-        crcs: list[int] = []
+        hashes: list[int] = []
         tensors = iter(source)
         for spec in specs:
             tensor = next_as_declared(tensors, spec)
@@ -123,8 +123,8 @@ class IPCTransport:
             self._shared.append(shared)
             handles.append(ipc_handles.export_handle(shared))
             if self._checksum:
-                crcs.append(wire.crc32_of(shared))
-        return handles, crcs
+                hashes.append(wire.hash_of(shared))
+        return handles, hashes
 
     def _release(self) -> None:
         if self._shared:

@@ -146,12 +146,10 @@ class _Shard:
 
     def __init__(self, num_bytes: int) -> None:
         self.data: Bytes = np.empty(num_bytes, dtype=np.uint8)
-        self._at = 0
 
-    def write(self, data: memoryview) -> None:
-        end = self._at + len(data)
-        self.data.data[self._at : end] = data
-        self._at = end
+    def write(self, offset: int, data: memoryview) -> None:
+        # numpy's copy, unlike a memoryview's, lets other threads run.
+        self.data[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
 
 
 def _ray_put() -> Put:

@@ -1,4 +1,4 @@
-"""Write tensors as safetensors shards in one pass, at most one tensor in memory, with a checksum for each.
+"""Write tensors as safetensors shards in one pass, few of them in memory at once, with a checksum for each.
 
 A shard's bytes go to whoever takes them: a file, or an array that becomes an object of a store.
 """
@@ -9,18 +9,17 @@ import json
 import os
 import struct
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from rl_vllm.errors import BadInputError, RefitError
-from rl_vllm.types import ShardEntry, TensorSpec
+from rl_vllm.types import ShardEntry, TensorSpec, hash_of_bytes
 from rl_vllm.weights.source import dtype_from, next_as_declared
 
 # https://github.com/huggingface/safetensors: names of dtypes in a file's header.
@@ -38,6 +37,10 @@ FORMAT_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+_MOST_THREADS = 8
+# What the source makes only for us (gathered, cast) may fill this much memory, or that of one larger tensor.
+_MOST_BYTES_UNDER_WAY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +93,68 @@ def write_shards(
     """
     for plan in plans:
         with (folder / plan.file).open("wb", buffering=0) as file:
-            yield from write_shard(plan, tensors, partial(_write_all, file), checksum=checksum)
+            yield from write_shard(plan, tensors, partial(_write_all, file.fileno()), checksum=checksum)
             os.fsync(file.fileno())
 
 
 def write_shard(
     plan: ShardPlan,
     tensors: Iterator[tuple[str, torch.Tensor]],
-    write: Callable[[memoryview], None],
+    write: Callable[[int, memoryview], None],
     *,
     checksum: bool = True,
 ) -> Iterator[ShardEntry]:
-    """Write one plan's bytes, in order, yielding each tensor's entry when its bytes are written.
+    """Write one plan's bytes, yielding each tensor's entry when its bytes are written.
+
+    Several threads check, write and hash a tensor each: all of it leaves the interpreter to others.
 
     Args:
         plan: What the shard holds.
         tensors: A pass over the source that has come to the plan's first tensor.
-        write: Takes the next bytes, all of them.
+        write: Puts bytes, all of them, at an offset; called from several threads.
         checksum: Whether the entries have one.
 
     Raises:
         BadInputError: The tensors are not the planned ones, or one holds NaN or infinity.
     """
-    write(memoryview(_header(plan.specs)))
-    with ThreadPoolExecutor(1, thread_name_prefix="rl_vllm-checksums") as beside:
-        for spec in plan.specs:
-            tensor = next_as_declared(tensors, spec)
-            require_finite(spec.name, tensor)
-            data = bytes_of(tensor)
-            # Both leave the interpreter to others while they work: the checksum costs no time of its own.
-            crc32 = beside.submit(zlib.crc32, data) if checksum else None
-            write(data)
-            yield ShardEntry(spec=spec, file=plan.file, crc32=None if crc32 is None else crc32.result())
+    header = _header(plan.specs)
+    write(0, memoryview(header))
+    offset = len(header)
+    under_way: deque[tuple[TensorSpec, Future[int | None]]] = deque()
+    bytes_under_way = 0
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="rl_vllm-shard") as pool:
+        try:
+            for spec in plan.specs:
+                size = size_bytes(spec)
+                while under_way and bytes_under_way + size > _MOST_BYTES_UNDER_WAY:
+                    bytes_under_way -= size_bytes(under_way[0][0])
+                    yield _entry(plan, *under_way.popleft())
+                tensor = next_as_declared(tensors, spec)
+                future = pool.submit(_write_one, spec.name, tensor, partial(write, offset), checksum=checksum)
+                under_way.append((spec, future))
+                bytes_under_way += size
+                offset += size
+            while under_way:
+                yield _entry(plan, *under_way.popleft())
+        finally:
+            for _, future in under_way:
+                future.cancel()
+
+
+def num_threads() -> int:
+    """Threads that read or write weights at once; memory has no more speed for many."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _write_one(name: str, tensor: torch.Tensor, write: Callable[[memoryview], None], *, checksum: bool) -> int | None:
+    require_finite(name, tensor)
+    data = bytes_of(tensor)
+    write(data)
+    return hash_of_bytes(data) if checksum else None
+
+
+def _entry(plan: ShardPlan, spec: TensorSpec, future: Future[int | None]) -> ShardEntry:
+    return ShardEntry(spec=spec, file=plan.file, xxh3=future.result())
 
 
 def in_time(entries: Iterable[ShardEntry], version: int, deadline: float) -> Iterator[ShardEntry]:
@@ -166,9 +199,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _write_all(file: BinaryIO, data: memoryview) -> None:
+def _write_all(descriptor: int, offset: int, data: memoryview) -> None:
     while data:
-        data = data[file.write(data) :]
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from rl_vllm.config import RefitConfig
@@ -77,11 +78,7 @@ def _refit(
     probe = prepare_probe(service, source, expected, config, scorer)
     checked = time.perf_counter()
     cast = CastSource(source, expected)
-    if isinstance(transport, SendingTransport):
-        receivers = service.weight_receivers()
-        update = transport.announce(cast, version, receivers=receivers, timeout_s=config.stage_timeout_s)
-    else:
-        update = transport.stage(cast, version, timeout_s=config.stage_timeout_s)
+    update = _begin(service, cast, transport, version, config)
     sender = Sender(transport, cast, update)
     try:
         left_s = max(config.stage_timeout_s - (time.perf_counter() - checked), 0.001)
@@ -116,11 +113,28 @@ def _refit(
         stall_s=max(report.stall_s for report in reports),
         checksum=checksum,
         num_rpcs=RPCS_PER_REFIT,
+        is_double_buffered=all(report.is_double_buffered for report in reports),
         logprob_max_difference=None if difference is None else difference.largest,
         logprob_mean_difference=None if difference is None else difference.mean,
     )
     logger.info("refit %s", receipt)
     return receipt
+
+
+def _begin(
+    service: GenerationService,
+    source: WeightSource,
+    transport: WeightTransport | SendingTransport,
+    version: int,
+    config: RefitConfig,
+) -> WeightUpdate:
+    """What the engines are told: the bytes lie ready, or are announced."""
+    if isinstance(transport, SendingTransport):
+        receivers = service.weight_receivers()
+        update = transport.announce(source, version, receivers=receivers, timeout_s=config.stage_timeout_s)
+    else:
+        update = transport.stage(source, version, timeout_s=config.stage_timeout_s)
+    return replace(update, double_buffer=config.double_buffer)
 
 
 def _require_adapters_once(service: GenerationService, source: WeightSource) -> bool:

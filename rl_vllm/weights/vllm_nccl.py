@@ -208,9 +208,9 @@ class _Round:
     def checksum(self) -> bool:
         return self._invitation.checksum
 
-    def put_crcs(self, crcs: list[int]) -> None:
+    def put_hashes(self, hashes: list[int]) -> None:
         """Give workers the CRC-32 of each tensor."""
-        self._meeting.put(wire.CRCS, json.dumps(crcs))
+        self._meeting.put(wire.HASHES, json.dumps(hashes))
 
     def check(self) -> None:
         """Raise ConnectionError when the round is over."""
@@ -264,7 +264,7 @@ class _Tensors:
         return self._specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        crcs: list[int] = []
+        hashes: list[int] = []
         tensors = iter(self._source)
         for spec in self._specs:
             # When a worker has given up, its group is closed and would swallow the rest.
@@ -272,9 +272,9 @@ class _Tensors:
             tensor = next_as_declared(tensors, spec)
             require_finite(spec.name, tensor)
             if self._round.checksum:
-                crcs.append(wire.crc32_of(tensor))
+                hashes.append(wire.hash_of(tensor))
             yield spec.name, tensor.to(self._device)
-        self._round.put_crcs(crcs)
+        self._round.put_hashes(hashes)
 
 
 def _words(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import psutil
@@ -62,7 +62,7 @@ class Interrupted:
 class ForkedUpdate(WeightUpdate):
     """Sends replica 1 to another folder than the others."""
 
-    other: WeightUpdate
+    other: ClassVar[WeightUpdate]
 
     def addressed_to(self, replica: int) -> WeightUpdate:
         update = self.other if replica == 1 else WeightUpdate(**{f.name: getattr(self, f.name) for f in fields(self)})
@@ -88,9 +88,10 @@ def torn(update: WeightUpdate) -> WeightUpdate:
 
 def another_shape_for_one(other: ModuleSource, transport: SharedStorageTransport) -> Tampering:
     def fork(update: WeightUpdate) -> WeightUpdate:
-        forked = ForkedUpdate(**{f.name: getattr(update, f.name) for f in fields(update)})
-        object.__setattr__(forked, "other", transport.stage(other, update.version, timeout_s=LIMIT_S))
-        return forked
+        # A copy with another field is of the same class, and knows the other folder too.
+        there = transport.stage(other, update.version, timeout_s=LIMIT_S)
+        forked = type("Forked", (ForkedUpdate,), {"other": there, "__slots__": ()})
+        return forked(**{f.name: getattr(update, f.name) for f in fields(update)})
 
     return Tampering(fork)
 

@@ -29,15 +29,23 @@ REFITS = 3
 def run_cell(service: AsyncVLLM, trained: PreTrainedModel, transport: str, in_flight: InFlight) -> dict[str, Any]:
     """Three refits under load, each with a model further from the first."""
     trained = copy.deepcopy(trained)
-    scheme = VLLMWeightSyncScheme(transport=transport, service=service, config=RefitConfig(in_flight=in_flight))
-    sender = scheme.create_sender()
+    schemes = {
+        double_buffer: VLLMWeightSyncScheme(
+            transport=transport, service=service, config=RefitConfig(in_flight=in_flight, double_buffer=double_buffer)
+        )
+        for double_buffer in (True, False)
+    }
+    senders = {double_buffer: scheme.create_sender() for double_buffer, scheme in schemes.items()}
     found: dict[str, Any] = {"errors": [], "in_flight_errors": [], "spans": [], "finish": [], "rpcs": []}
     try:
-        models: Models = {sender.update_weights(trained).version: copy.deepcopy(trained)}
+        models: Models = {senders[True].update_weights(trained).version: copy.deepcopy(trained)}
         for seed in range(REFITS):
             train_a_bit(trained, seed)
+            # Swapping follows loading in place, and the other way round.
+            double_buffer = seed % 2 == 0
             with Under(service) as load:
-                receipt = sender.update_weights(trained)
+                receipt = senders[double_buffer].update_weights(trained)
+            assert receipt.is_double_buffered == double_buffer
             models[receipt.version] = copy.deepcopy(trained)
             error = Error()
             for batch in load.results():
@@ -51,14 +59,15 @@ def run_cell(service: AsyncVLLM, trained: PreTrainedModel, transport: str, in_fl
             assert receipt.transport == transport
             models = {receipt.version: models[receipt.version]}
     finally:
-        scheme.shutdown()
+        for scheme in schemes.values():
+            scheme.shutdown()
     found["finish"] = sorted(set(found["finish"]))
     return found
 
 
 def run_proof(service: AsyncVLLM, trained: PreTrainedModel) -> dict[str, Any]:
     """The same weights twice, proven by logprobs, and a trainer that is another model."""
-    transport, config = SharedStorageTransport(), RefitConfig(verify=Verify.LOGPROBS)
+    transport, config = SharedStorageTransport(), RefitConfig(verify=Verify.LOGPROBS, double_buffer=False)
     other = copy.deepcopy(trained)
     train_a_bit(other, 99)
     found: dict[str, Any] = {"proven": [], "refused": None}

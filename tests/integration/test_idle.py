@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from rl_vllm import AsyncVLLM, SamplingConfig
@@ -22,6 +23,8 @@ GIVE_UP_S = 0.3
 GOAL_S = 2.0
 ATTEMPTS = 3
 HARD_LIMIT_S = 60.0
+# vLLM's own way of waiting takes about half of one.
+MOST_OF_A_CORE = 0.2
 
 
 def num_unfinished(service: AsyncVLLM) -> int:
@@ -133,3 +136,18 @@ def test_the_engines_are_idle_soon_after(
     assert service.stats().outstanding_requests == 0
     answer = service.generate_batch(PromptBatch.from_rows([[5]]), SamplingConfig(max_tokens=2, ignore_eos=True))
     assert answer.lengths_N.tolist() == [2]
+
+
+def test_engines_without_work_leave_the_cores_to_others(service: AsyncVLLM) -> None:
+    service.check_health()
+    workers = [process for process in psutil.Process().children(recursive=True) if process.name() == "VLLM::Worker"]
+    assert len(workers) == service.num_replicas
+
+    def spent_s() -> list[float]:
+        return [sum(worker.cpu_times()[:2]) for worker in workers]
+
+    before, began = spent_s(), time.monotonic()
+    # Several heartbeats: each is a message to every worker.
+    time.sleep(3 * service.config.health.heartbeat_period_s)
+    shares = [(now - then) / (time.monotonic() - began) for now, then in zip(spent_s(), before, strict=True)]
+    assert max(shares) < MOST_OF_A_CORE

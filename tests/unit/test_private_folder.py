@@ -35,7 +35,31 @@ def test_it_is_in_memory_and_goes_with_its_files_when_it_is_removed(memory: Path
     folder.remove()
     folder.remove()
     assert list(memory.iterdir()) == []
-    wait_for_the_end_of(folder.guardian)
+
+
+def test_one_process_looks_after_all_and_another_when_it_is_killed(memory: Path) -> None:
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "from rl_vllm.protocols import private_folder\n"
+        "private_folder.MEMORY_FOLDER = pathlib.Path(sys.argv[1])\n"
+        "first, second, removed = [private_folder.PrivateFolder('some-', 1) for _ in range(3)]\n"
+        "assert first.guardian == second.guardian == removed.guardian\n"
+        "os.kill(first.guardian, signal.SIGKILL)\n"
+        "while pathlib.Path(f'/proc/{first.guardian}').exists():\n"
+        "    time.sleep(0.01)\n"
+        "removed.remove()\n"
+        "third = private_folder.PrivateFolder('some-', 1)\n"
+        "assert third.guardian != first.guardian\n"
+        "print(third.guardian, len(list(pathlib.Path(sys.argv[1]).iterdir())), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    dead = subprocess.run(
+        [sys.executable, "-c", script, str(memory)], timeout=60, check=False, stdout=subprocess.PIPE, text=True
+    )
+    guardian, number = map(int, dead.stdout.split())
+    assert number == 3
+    wait_for_the_end_of(guardian)
+    assert list(memory.iterdir()) == []
 
 
 def test_it_goes_with_the_object(memory: Path) -> None:
@@ -102,6 +126,7 @@ def test_a_forked_child_that_ends_leaves_it_alone(memory: Path) -> None:
 
 
 def test_nothing_is_left_when_nobody_can_look_after_it(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_folder, "_GUARDIANS", private_folder._Guardians())
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(OSError, match="/bin/true did not start to look after"):
         PrivateFolder("some-", 1)

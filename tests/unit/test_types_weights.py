@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rl_vllm.types import InFlight, KVCache, RefitReceipt, ShardEntry, TensorSpec, WeightManifest
+from rl_vllm.types import InFlight, KVCache, RefitReceipt, ShardEntry, TensorSpec, WeightManifest, hash_of_bytes
 
 RECEIPT = RefitReceipt(
     version=3,
@@ -20,6 +20,13 @@ RECEIPT = RefitReceipt(
     checksum="abc",
     num_rpcs=2,
 )
+
+
+def test_bytes_hash_to_published_values_of_xxh3() -> None:
+    # https://github.com/Cyan4973/xxHash: XXH3_64bits of "" and of "abc", here as signed numbers.
+    assert hash_of_bytes(b"") == 0x2D06800538D394C2
+    assert hash_of_bytes(b"abc") == 0x78AF5F94892F3950
+    assert min(hash_of_bytes(bytes([value])) for value in range(8)) < 0
 
 
 def test_a_receipt_adds_up_its_phases():
@@ -43,8 +50,8 @@ def test_a_manifest_returns_from_its_file_unchanged():
         version=3,
         writer="trainer-1",
         entries=(
-            ShardEntry(TensorSpec("model.norm.weight", "float32", (64,)), file="0.safetensors", crc32=17),
-            ShardEntry(TensorSpec("scale", "bfloat16", ()), file="1.safetensors", crc32=2**32 - 1),
+            ShardEntry(TensorSpec("model.norm.weight", "float32", (64,)), file="0.safetensors", xxh3=17),
+            ShardEntry(TensorSpec("scale", "bfloat16", ()), file="1.safetensors", xxh3=2**32 - 1),
         ),
     )
     again = WeightManifest.from_json(manifest.to_json())
@@ -53,9 +60,9 @@ def test_a_manifest_returns_from_its_file_unchanged():
 
 
 def test_a_manifest_file_names_its_contents():
-    manifest = WeightManifest(1, "w", (ShardEntry(TensorSpec("a", "float32", (2, 3)), file="f", crc32=5),))
+    manifest = WeightManifest(1, "w", (ShardEntry(TensorSpec("a", "float32", (2, 3)), file="f", xxh3=5),))
     assert json.loads(manifest.to_json()) == {
         "version": 1,
         "writer": "w",
-        "entries": [{"spec": {"name": "a", "dtype": "float32", "shape": [2, 3]}, "file": "f", "crc32": 5}],
+        "entries": [{"spec": {"name": "a", "dtype": "float32", "shape": [2, 3]}, "file": "f", "xxh3": 5}],
     }

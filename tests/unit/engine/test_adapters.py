@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from xxhash import xxh3_64_digest
 
 pytest.importorskip("vllm")
 
@@ -117,9 +117,12 @@ def adapter(folder: Path, name: str = "poet", number: int = 1) -> LoRAAdapter:
 
 def test_tensors_other_than_those_that_were_written_are_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path)
-    # By hand: SHA-256 of one line per tensor with its CRC-32, the first 16 digits.
-    ones = {name: zlib.crc32(np.ones(shape, np.float32).tobytes()) for name, shape in SHAPES.items()}
-    lines = sorted(f"{name} float32 {list(SHAPES[name])} {crc32:08x}" for name, crc32 in ones.items())
+    # By hand: SHA-256 of one line per tensor with its 64-bit XXH3, the first 16 digits.
+    ones = {
+        name: int.from_bytes(xxh3_64_digest(np.ones(shape, np.float32).tobytes()), "big", signed=True)
+        for name, shape in SHAPES.items()
+    }
+    lines = sorted(f"{name} float32 {list(SHAPES[name])} {xxh3}" for name, xxh3 in ones.items())
     checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     check(tmp_path, checksum=checksum)
     tensors = tensors_of_an_adapter()

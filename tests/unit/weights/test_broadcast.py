@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from xxhash import xxh3_64_digest
 
 from rl_vllm.errors import ConfigError, RefitError
 from rl_vllm.protocols import wire
@@ -21,9 +21,13 @@ from rl_vllm.weights.source import ModuleSource, spec_of
 from tests.unit.weights.broadcast_ends import BUCKET_BYTES, LIMIT_S, Process, train, weights, work
 
 
+def signed_xxh3(data: bytes) -> int:
+    return int.from_bytes(xxh3_64_digest(data), "big", signed=True)
+
+
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     return weights_digest(
-        (spec_of(name, each), zlib.crc32(bytes(each.reshape(-1).view(torch.uint8).tolist())))
+        (spec_of(name, each), signed_xxh3(bytes(each.reshape(-1).view(torch.uint8).tolist())))
         for name, each in tensors.items()
     )
 
@@ -138,7 +142,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_workers_are_told(
 def test_damaged_bytes_are_named_by_the_worker_that_got_them(
     transport: BroadcastTransport, workers: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_vllm.protocols.wire.crc32_of", lambda _tensor: zlib.crc32(b"not what was sent"))
+    monkeypatch.setattr("rl_vllm.protocols.wire.hash_of", lambda _tensor: signed_xxh3(b"not what was sent"))
     with pytest.raises(ConnectionError, match=r"replica \d, worker 0"):
         refit(transport, workers, weights())
     answers = [worker.answer() for worker in workers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from xxhash import xxh3_64_digest
 
 from rl_vllm.config import RefitConfig
 from rl_vllm.errors import BadInputError, RefitError
@@ -31,7 +31,10 @@ ROWS = [[5, 6, 7, 8], [9, 10, 11]]
 
 
 def digest(source: ModuleSource | CastSource) -> str:
-    return weights_digest((spec_of(name, tensor), zlib.crc32(bytes_of(tensor))) for name, tensor in source)
+    return weights_digest(
+        (spec_of(name, tensor), int.from_bytes(xxh3_64_digest(bytes_of(tensor)), "big", signed=True))
+        for name, tensor in source
+    )
 
 
 def in_half(source: ModuleSource) -> CastSource:

@@ -221,6 +221,7 @@ def test_a_receipt_gives_metrics_by_name_and_one_line() -> None:
         "refit/num_tensors": 4.0,
         "refit/num_bytes": 3e9,
         "refit/num_rpcs": 2.0,
+        "refit/is_double_buffered": 0.0,
         "refit/check_s": 0.5,
         "refit/stage_s": 2.0,
         "refit/commit_s": 1.0,
