@@ -101,13 +101,20 @@ def ours(path: Path, model: PreTrainedModel, ends: ExitStack) -> dict[str, Way]:
     from rl_vllm.weights import BroadcastTransport, ModuleSource, ObjectStoreTransport, SharedStorageTransport, refit
 
     engine = EngineConfig(
-        model=str(path), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=KV_BYTES / 2**30
+        model=str(path),
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        cpu_kv_cache_gib=KV_BYTES / 2**30,
+        skip_tokenizer=True,
+        cpu_cores=len(os.sched_getaffinity(0)),
     )
     service = ends.enter_context(AsyncVLLM.launch(engine))
     source = ModuleSource(model)
+    in_place = "shared_storage, in place"
     transports: dict[str, Any] = {
         "shared_storage": SharedStorageTransport(keep_versions=1),
         "shared_storage, no checksum": SharedStorageTransport(keep_versions=1, checksum=False),
+        in_place: SharedStorageTransport(keep_versions=1),
         "broadcast": BroadcastTransport(),
         "broadcast, no checksum": BroadcastTransport(checksum=False),
         "broadcast, hold=none": BroadcastTransport(hold="none"),
@@ -123,10 +130,11 @@ def ours(path: Path, model: PreTrainedModel, ends: ExitStack) -> dict[str, Way]:
 
         return Way(run)
 
-    return {
-        name: way(transport, RefitConfig(verify=Verify.NONE if "no checksum" in name else Verify.CHECKSUM))
-        for name, transport in transports.items()
-    }
+    def config(name: str) -> RefitConfig:
+        verify = Verify.NONE if "no checksum" in name else Verify.CHECKSUM
+        return RefitConfig(verify=verify, double_buffer=False if name == in_place else None)
+
+    return {name: way(transport, config(name)) for name, transport in transports.items()}
 
 
 class StorageLoader:

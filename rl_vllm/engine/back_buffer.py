@@ -7,7 +7,9 @@ left for the pause is to hand the results over.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -85,6 +87,7 @@ class BackBuffer:
             RuntimeError: A parameter got no weights, or only some, or its layout changed.
             Exception: Whatever a layer's loader raises.
         """
+        _return_freed_memory()
         # Layers that compute from one parameter go on to do so: each gets it, one loads it.
         shared: dict[int, nn.Parameter] = {}
         for layer in self._front.modules():
@@ -100,6 +103,7 @@ class BackBuffer:
         for experts in repacked_experts(self._back):
             experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
         self._require_same_layout()
+        _return_freed_memory()
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -178,6 +182,13 @@ class BackBuffer:
     def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         for front in self._front.modules():
             yield front, self._backs[id(front)]
+
+
+def _return_freed_memory() -> None:
+    """Have the C library give back what was freed: the threads that load keep a version each otherwise."""
+    # glibc has this call; with another library there is nothing to do.
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _PackedAtFirstUse:

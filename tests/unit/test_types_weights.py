@@ -36,7 +36,7 @@ def test_a_receipt_adds_up_its_phases():
 def test_a_receipt_reads_as_one_line_with_every_fact():
     assert str(RECEIPT) == (
         "version=3 transport=shared_storage replicas=2 tensors=24 MB=1.5 check=0.250s stage=0.500s commit=1.000s "
-        "stall=0.125s in_flight=keep kv=recompute checksum=abc"
+        "stall=0.125s in_flight=keep kv=recompute double_buffered=no checksum=abc"
     )
 
 
