@@ -86,7 +86,7 @@ class Attendance:
         return meeting.read(wire.GO) or ""
 
     def _digest(self, hashes: Sequence[int], sent: Sequence[int]) -> str:
-        """The digest of what came, whose CRC-32s are those that the trainer sent.
+        """The digest of what came, whose hashes are those that the trainer sent.
 
         Raises:
             RefitError: One differs.

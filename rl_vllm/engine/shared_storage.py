@@ -64,7 +64,7 @@ class StagedFolder:
     def verify(self, expected: Sequence[TensorSpec], cancelled: threading.Event) -> None:
         """Map every shard and compare names, shapes, dtypes, sizes and checksums.
 
-        Cost: one read of all bytes, at about 5 GB/s; the interpreter's lock is free meanwhile.
+        Cost: one read of all bytes, at the memory's speed; the interpreter's lock is free meanwhile.
 
         Raises:
             RefitError: The first thing that is wrong, or ``cancelled`` was set.

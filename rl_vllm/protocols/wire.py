@@ -91,7 +91,7 @@ class Invitation:
         bucket_bytes: Length of all buckets but the last.
         hold: Whether workers keep the whole version in host memory before it is loaded.
         timeout_s: Limit for each wait of a worker.
-        checksum: Whether the CRC-32 of each tensor is sent after the last bucket.
+        checksum: Whether the hash of each tensor is sent after the last bucket.
     """
 
     host: str

@@ -36,7 +36,7 @@ class BroadcastTransport:
             ``none``: they load from the buckets as they come, while generation is paused; a failure in the middle
             leaves replicas that serve nothing until the next refit.
         backend: ``gloo``, ``nccl``, or None: nccl with ``hold="none"`` where this process has a GPU, else gloo.
-        checksum: Whether workers verify each tensor's CRC-32; without, their digests are empty.
+        checksum: Whether workers verify each tensor's hash; without, their digests are empty.
 
     Raises:
         ConfigError: A value is out of range.

@@ -28,7 +28,7 @@ class IPCTransport:
     stages, and the old weights stay in service.
 
     Args:
-        checksum: Whether workers verify each tensor's CRC-32, for which both ends copy all weights to the host;
+        checksum: Whether workers verify each tensor's hash, for which both ends copy all weights to the host;
             without, digests are empty.
 
     Raises:

@@ -77,8 +77,8 @@ class SharedStorageTransport:
     def stage(self, source: WeightSource, version: int, *, timeout_s: float) -> WeightUpdate:
         """Write one version and rename it into place.
 
-        Cost: one copy of the weights, one read for the checksum and one for the check that all are finite; the caller's
-        thread does the work.
+        Cost: one copy of the weights, one read for the checksum and one for the check that all are finite, on up to
+        eight cores; of tensors made for us (gathered or cast) up to 256 MB at a time.
 
         Raises:
             RefitError: The disk is full, another trainer uses the folder, the version is there already, the folder

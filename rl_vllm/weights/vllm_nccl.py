@@ -38,7 +38,7 @@ class VLLMNCCLTransport:
     Args:
         address: Where workers reach this process; None means the address that its packets leave from.
         bucket_bytes: A packed broadcast ends with the tensor that takes it above this, at least 1; both ends hold two.
-        checksum: Whether workers verify each tensor's CRC-32, for which both ends copy all weights to the host;
+        checksum: Whether workers verify each tensor's hash, for which both ends copy all weights to the host;
             without, digests are empty.
         open_end: Forms the trainer's end of the group; None means vLLM's.
 
@@ -209,7 +209,7 @@ class _Round:
         return self._invitation.checksum
 
     def put_hashes(self, hashes: list[int]) -> None:
-        """Give workers the CRC-32 of each tensor."""
+        """Give workers the hash of each tensor."""
         self._meeting.put(wire.HASHES, json.dumps(hashes))
 
     def check(self) -> None:
