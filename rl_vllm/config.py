@@ -225,9 +225,10 @@ class RefitConfig:
         commit_timeout_s: Limit for every replica to serve the new version, in seconds.
         keep_versions: Staged versions kept for late replicas.
         double_buffer: Whether workers load new weights into a second set of parameters while staging, so that a commit
-            only swaps the sets: a shorter stall for twice the memory. None means yes on a CPU that has the memory, no
-            elsewhere. Without effect for quantised models, for attention with weights of its own (MLA) and for
-            transports whose bytes come while committing: these are loaded into the parameters in use.
+            only swaps the sets: a shorter stall for twice the memory. None means yes on CPUs that have twice what all
+            replicas there need at once, no elsewhere. Without effect for quantised models, for attention with weights
+            of its own (MLA) and for transports whose bytes come while committing: these are loaded into the parameters
+            in use.
         verify: How a refit is proven.
         probe_prompts: Token ids that trainer and replicas score with ``Verify.LOGPROBS``, each row at least two; None
             means 4 rows of 24 random ids, the same at every refit.
@@ -254,7 +255,7 @@ class RefitConfig:
         require_above_zero("stage_timeout_s", self.stage_timeout_s)
         require_above_zero("commit_timeout_s", self.commit_timeout_s)
         require_at_least("keep_versions", self.keep_versions, 1)
-        if self.double_buffer not in (None, True, False):
+        if self.double_buffer is not None and not isinstance(self.double_buffer, bool):
             raise ConfigError(f"double_buffer must be True, False or None, got {self.double_buffer!r}")
         require_member("verify", self.verify, Verify)
         if self.probe_prompts is not None:

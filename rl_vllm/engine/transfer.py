@@ -211,8 +211,10 @@ class RefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         if update.double_buffer is False or not is_supported(self.model):
             return False
         if update.double_buffer is None:
+            # Twice: memory that others ask for meanwhile must be there too.
+            wanted = 2 * update.workers_per_host * num_bytes(self.model)
             room: int = psutil.virtual_memory().available
-            return self.device.type == "cpu" and 2 * num_bytes(self.model) < room
+            return self.device.type == "cpu" and wanted < room
         return True
 
     def _staged(self) -> _Staging:

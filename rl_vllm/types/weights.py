@@ -176,6 +176,7 @@ class WeightUpdate:
         checksum: The trainer's :func:`weights_digest` of what it sent, or None when the transport cannot know it.
         is_kept: Whether a replica that starts later can still have it.
         double_buffer: See :class:`~rl_vllm.config.RefitConfig`.
+        workers_per_host: Workers that stage on one machine at once, at most, and share its memory.
     """
 
     version: int
@@ -186,6 +187,7 @@ class WeightUpdate:
     checksum: str | None = None
     is_kept: bool = True
     double_buffer: bool | None = None
+    workers_per_host: int = 1
 
     def addressed_to(self, replica: int) -> WeightUpdate:
         """As one replica gets it: its payload holds the index too, so that its workers know their places in a group."""

@@ -11,7 +11,7 @@ from functools import partial
 from rl_vllm.config import RefitConfig
 from rl_vllm.errors import BadInputError, RefitError
 from rl_vllm.protocols import AdapterService, GenerationService, SendingTransport, WeightSource, WeightTransport
-from rl_vllm.types import BASE_MODEL, CommitReport, RefitReceipt, Sending, Verify, WeightUpdate
+from rl_vllm.types import BASE_MODEL, CommitReport, RefitReceipt, Sending, Verify, WeightReceiver, WeightUpdate
 from rl_vllm.weights.check import check_specs
 from rl_vllm.weights.ledger import Ledger, turn
 from rl_vllm.weights.lockstep import LeadingSource
@@ -129,12 +129,22 @@ def _begin(
     config: RefitConfig,
 ) -> WeightUpdate:
     """What the engines are told: the bytes lie ready, or are announced."""
+    receivers = service.weight_receivers()
     if isinstance(transport, SendingTransport):
-        receivers = service.weight_receivers()
         update = transport.announce(source, version, receivers=receivers, timeout_s=config.stage_timeout_s)
     else:
         update = transport.stage(source, version, timeout_s=config.stage_timeout_s)
-    return replace(update, double_buffer=config.double_buffer)
+    return replace(update, double_buffer=config.double_buffer, workers_per_host=_workers_per_host(receivers))
+
+
+def _workers_per_host(receivers: tuple[WeightReceiver, ...]) -> int:
+    """At most; replicas of which nobody knows where they are may all be on one machine."""
+    workers: Counter[str] = Counter()
+    for receiver in receivers:
+        for host in receiver.hosts or ("",):
+            workers[host] += receiver.num_workers
+    unknown = workers.pop("", 0)
+    return max(max(workers.values(), default=0) + unknown, 1)
 
 
 def _require_adapters_once(service: GenerationService, source: WeightSource) -> bool:

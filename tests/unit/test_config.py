@@ -33,6 +33,7 @@ REFUSED = [
     (ServiceConfig, {"engine": ENGINE, "launch_timeout_s": -1}, "launch_timeout_s must be a finite number above 0"),
     (RefitConfig, {"stage_timeout_s": 0}, "stage_timeout_s must be a finite number above 0"),
     (RefitConfig, {"commit_timeout_s": None}, "commit_timeout_s must be a finite number above 0, got None"),
+    (RefitConfig, {"double_buffer": "auto"}, "double_buffer must be True, False or None, got 'auto'"),
     (RefitConfig, {"keep_versions": 0}, "keep_versions must be an integer of at least 1"),
 ]
 

@@ -143,6 +143,26 @@ def test_the_longest_stall_is_told(transport: SharedStorageTransport) -> None:
     assert refit(OddReplica(stall_s=1.5), ModuleSource(WEIGHTS), transport).stall_s == 1.5
 
 
+def test_a_refit_is_double_buffered_when_every_replica_was(
+    service: FakeService, transport: SharedStorageTransport
+) -> None:
+    assert not refit(OddReplica(is_double_buffered=True), ModuleSource(WEIGHTS), transport).is_double_buffered
+    config = RefitConfig(double_buffer=True)
+    refit(service, ModuleSource(WEIGHTS), transport, version=5, config=config)
+    assert service.stage_calls[-1].update.double_buffer is True
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers"), [((), 3), (("a",), 3), (("a", "b"), 3)], ids=["unknown", "one machine", "two machines"]
+)
+def test_engines_are_told_how_many_workers_share_their_memory(
+    transport: SharedStorageTransport, hosts: tuple[str, ...], workers: int
+) -> None:
+    service = FakeService(specs=SPECS, num_replicas=3, hosts=hosts)
+    refit(service, ModuleSource(WEIGHTS), transport)
+    assert service.stage_calls[-1].update.workers_per_host == workers
+
+
 def test_not_finite_weights_are_refused_before_any_replica_hears_of_them(
     service: FakeService, transport: SharedStorageTransport
 ) -> None:
