@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+from rl_vllm.engine.weight_specs import disagreement
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import wire
 from rl_vllm.types import TensorSpec, WeightUpdate, weights_digest
@@ -65,9 +66,8 @@ class Attendance:
         meeting = self._open_meeting()
         try:
             self._specs = wire.specs_from_json(meeting.read(wire.SPECS) or "[]")
-            wrong = differences(self._specs, expected)
-            if wrong:
-                reason = f"{len(wrong)} tensors are not the model's: {'; '.join(wrong)}"
+            reason = disagreement(self._specs, expected)
+            if reason is not None:
                 meeting.put(wire.refused(self._rank), reason)
                 raise self._error(reason)
             meeting.put(wire.here(self._rank), facts)
@@ -139,14 +139,3 @@ class Attendance:
 
     def _error(self, reason: str) -> RefitError:
         return RefitError(self._version, self._phase, (), reason)
-
-
-def differences(offered: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> list[str]:
-    """Every name whose specs differ, or that only one side has."""
-    sent = {spec.name: spec for spec in offered}
-    wanted = {spec.name: spec for spec in expected}
-    return [
-        f"{name}: sent {sent.get(name)}, expected {wanted.get(name)}"
-        for name in sorted(sent.keys() | wanted.keys())
-        if sent.get(name) != wanted.get(name)
-    ]

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
-from rl_vllm.engine.attendance import differences
+from rl_vllm.engine.weight_specs import disagreement
 from rl_vllm.engine.worker_place import Catcher, WorkerPlace
 from rl_vllm.errors import RefitError
 from rl_vllm.protocols import gpu, ipc_handles, wire
@@ -56,9 +56,9 @@ class IPCWeights:
                 trainer, the memory cannot be mapped, the digest is another, or ``cancelled`` was set.
         """
         specs = wire.specs_from_json(str(self._update.payload["specs"]))
-        wrong = differences(specs, expected)
-        if wrong:
-            raise self._error(f"{len(wrong)} tensors are not the model's: {'; '.join(wrong)}")
+        reason = disagreement(specs, expected)
+        if reason is not None:
+            raise self._error(reason)
         self._require_same_gpu()
         try:
             gpu.use_gpu(self._place.device)

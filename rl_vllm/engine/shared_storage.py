@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from rl_vllm.engine.weight_specs import disagreement
 from rl_vllm.errors import RefitError
 from rl_vllm.types import ShardEntry, TensorSpec, WeightManifest, WeightUpdate, digest_of, hash_of_bytes
 
@@ -67,9 +68,12 @@ class StagedFolder:
         Cost: one read of all bytes, at the memory's speed; the interpreter's lock is free meanwhile.
 
         Raises:
-            RefitError: The first thing that is wrong, or ``cancelled`` was set.
+            RefitError: Tensors are not the model's (all of them), or the first other thing that is wrong, or
+                ``cancelled`` was set.
         """
-        self._compare_names(expected)
+        reason = disagreement([entry.spec for entry in self._manifest.entries], expected)
+        if reason is not None:
+            raise self._error(reason)
         for entry in self._manifest.entries:
             if cancelled.is_set():
                 raise self._error("staging was given up")
@@ -104,17 +108,6 @@ class StagedFolder:
         if manifest.writer != self._update.payload["writer"]:
             raise self._error(f"{path} was written by {manifest.writer}, not by {self._update.payload['writer']}")
         return manifest
-
-    def _compare_names(self, expected: Sequence[TensorSpec]) -> None:
-        wanted = {spec.name: spec for spec in expected}
-        offered = {entry.spec.name: entry.spec for entry in self._manifest.entries}
-        wrong = [
-            f"{name}: staged {offered.get(name)}, expected {wanted.get(name)}"
-            for name in sorted(wanted.keys() | offered.keys())
-            if wanted.get(name) != offered.get(name)
-        ]
-        if wrong:
-            raise self._error(f"{len(wrong)} tensors are not the model's; first, {wrong[0]}")
 
     def _shard(self, entry: ShardEntry) -> _Shard:
         if entry.file not in self._shards:

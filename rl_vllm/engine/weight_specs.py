@@ -8,6 +8,7 @@ from the config holds exactly the tensors listed here, and vLLM builds its model
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,18 @@ def expected_from_config(
         )
         for name, tensor in revert_weight_conversion(model, state).items()
     )
+
+
+def disagreement(offered: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> str | None:
+    """Why these tensors are not the model's, naming each that differs or that only one side has; None when they are."""
+    sent = {spec.name: spec for spec in offered}
+    wanted = {spec.name: spec for spec in expected}
+    wrong = [
+        f"{name}: sent {sent.get(name)}, expected {wanted.get(name)}"
+        for name in sorted(sent.keys() | wanted.keys())
+        if sent.get(name) != wanted.get(name)
+    ]
+    return f"{len(wrong)} tensors are not the model's: {'; '.join(wrong)}" if wrong else None
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from rl_vllm.weights.shard_writer import bytes_of
 from rl_vllm.weights.shared_storage import SharedStorageTransport
 from rl_vllm.weights.source import CastSource, ModuleSource, spec_of
 from rl_vllm.weights.update import refit
+from tests.unit.processes import run_ranks
 
 NUM_RANKS = 2
 LIMIT_S = 240.0
@@ -124,22 +124,7 @@ def keep_the_optimizer(path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_in_shards_sends_what_the_whole_one_would(tmp_path: Path, tied: bool) -> None:
     path = build_tiny_model(tmp_path / "model", tied=tied, with_tokenizer=False)
-    # Each rank runs this file: the name under which pytest imports it is not known to a new process.
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(path), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * NUM_RANKS, "\n".join(said)
+    run_ranks(__file__, str(path), str(tmp_path), num_ranks=NUM_RANKS, limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_vllm.testing.models import build_tiny_model, tiny_tokenizer
 from rl_vllm.weights.source import ModuleSource
+from tests.unit.processes import run_ranks
 
 NUM_RANKS = 2
 LIMIT_S = 240.0
@@ -94,22 +94,7 @@ def one_rank(rank: int, path: Path, folder: Path) -> None:
 
 def test_each_kind_sends_what_the_whole_one_would(tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path / "model", "llama", tied=False, with_tokenizer=False)
-    # Each rank runs this file: the name under which pytest imports it is not known to a new process.
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(path), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * NUM_RANKS, "\n".join(said)
+    run_ranks(__file__, str(path), str(tmp_path), num_ranks=NUM_RANKS, limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":
