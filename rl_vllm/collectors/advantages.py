@@ -26,8 +26,8 @@ class GroupAdvantages:
     """One advantage per row.
 
     Attributes:
-        advantage: float32 [*B]; 0 for rows that are not to be trained on.
-        mask: bool [*B]: accepted rows, without those of dropped groups.
+        advantage: float32 ``[*B]``; 0 for rows that are not to be trained on.
+        mask: bool ``[*B]``: accepted rows, without those of dropped groups.
         num_groups: Groups that have an accepted row.
         num_degenerate: Those of them whose rows cannot be told apart: one row, or equal rewards.
     """
@@ -56,9 +56,9 @@ def group_advantages(
     RLOO's baseline (https://arxiv.org/abs/2402.14740).
 
     Args:
-        rewards: Float [*B], one per row; only accepted rows' are looked at.
-        groups: Integer [*B]: rows with one id are a group, in any order.
-        accepted: Bool [*B]: rows that count; None means all.
+        rewards: Float ``[*B]``, one per row; only accepted rows' are looked at.
+        groups: Integer ``[*B]``: rows with one id are a group, in any order.
+        accepted: Bool ``[*B]``: rows that count; None means all.
         baseline: ``mean`` or ``leave_one_out``.
         scale: ``std`` or ``none``.
         degenerate: ``keep`` gives rows of groups that cannot be told apart the advantage 0 and trains on them (a KL

@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 TRANSPORTS = ("shared_storage", "broadcast", "object_store")
 RUN_TIMEOUT_S = 880.0
 TOLERANCE_NATS = 1e-4
-# An allocator's own ups and downs; the forty refits between would keep 1700 MB if each kept its version.
-ALLOWED_BYTES = 200 << 20
+# An allocator's own ups and downs, most of them while the trainer's model scores; the forty refits between would keep
+# 1700 MB if each kept its version.
+ALLOWED_BYTES = 400 << 20
 
 
 @pytest.fixture(scope="module")
