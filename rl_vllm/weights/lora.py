@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from rl_vllm.errors import BadInputError
+from rl_vllm.weights import sharded
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -25,6 +27,15 @@ Delta = Callable[[], torch.Tensor]
 def is_adapted(module: nn.Module) -> bool:
     """Whether PEFT has put layers of its own into ``module``."""
     return any(type(child).__module__.startswith("peft.") for child in module.modules())
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``get_peft_model`` returns, which is called as the model inside is."""
+    if not is_adapted(module):
+        return False
+    from peft import PeftModel
+
+    return isinstance(module, PeftModel)
 
 
 def refuse_prompt_learning(module: nn.Module) -> None:
@@ -88,7 +99,30 @@ def _lora_additions(path: str, layer: LoraLayer) -> tuple[str, list[Delta]]:
                 "or another layer type): merge it yourself and pass the merged model"
             )
 
-    return name, [partial(layer.get_delta_weight, adapter) for adapter in pending]
+    return name, [partial(_delta, layer, adapter) for adapter in pending]
+
+
+def _delta(layer: LoraLayer, adapter: str) -> torch.Tensor:
+    """PEFT's own, from whole factors: it views those of experts in ways that uneven shards do not have."""
+    factors = tuple(f"{part}.{adapter}" for part in layer.adapter_layer_names)
+    whole = {
+        f"layer.{name}": sharded.full(factor.detach())
+        for name, factor in layer.named_parameters()
+        if name.startswith(factors)
+    }
+    delta: torch.Tensor = functional_call(_DeltaOf(layer, adapter), whole, ())
+    return delta
+
+
+class _DeltaOf(nn.Module):
+    def __init__(self, layer: LoraLayer, adapter: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self._adapter = adapter
+
+    def forward(self) -> torch.Tensor:
+        delta: torch.Tensor = self.layer.get_delta_weight(self._adapter)
+        return delta
 
 
 def _replace_saved_module(

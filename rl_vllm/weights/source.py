@@ -19,7 +19,7 @@ from torch import nn
 from rl_vllm.errors import BadInputError
 from rl_vllm.protocols import WeightSource
 from rl_vllm.types import TensorSpec
-from rl_vllm.weights import lora
+from rl_vllm.weights import lora, sharded
 
 HEAD = "lm_head.weight"
 
@@ -43,11 +43,12 @@ class ModuleSource:
 
     def __init__(self, weights: nn.Module | Mapping[str, torch.Tensor] | TensorDictBase) -> None:
         self._module: nn.Module | None = None
+        self._given: nn.Module | None = None
         self._mapping: dict[str, torch.Tensor] | None = None
         if isinstance(weights, TensorDictParams | TensorDictBase):
             self._mapping = _flat(weights)
         elif isinstance(weights, nn.Module):
-            self._module = _model_inside(weights)
+            self._module, self._given = _model_inside(weights), weights
         elif isinstance(weights, Mapping):
             self._mapping = _named_tensors(weights)
         else:
@@ -81,14 +82,18 @@ class ModuleSource:
 
     @property
     def can_score(self) -> bool:
-        """Whether there is a Hugging Face model inside, which :meth:`score` can run."""
-        return _is_transformers_model(self._module)
+        """Whether there is a Hugging Face model inside, which :meth:`score` can run.
+
+        A wrapper's own shards (``fully_shard(TransformersWrapper(model))``) are beyond it: shard the model inside.
+        """
+        return self._runnable() is not None
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Logprobs, in nats, of every token but the first of each sequence, as the model gives them now.
 
         Adapters count as they are. Each sequence is run alone, without padding, in evaluation mode, after which every
-        layer has the mode it had; no gradient is recorded. Of a sharded model, all ranks must call this together.
+        layer has the mode it had; no gradient is recorded. Of a sharded model, all ranks must call this together, and
+        what was gathered is let go.
 
         Args:
             rows: Token ids, at least two in each.
@@ -99,17 +104,28 @@ class ModuleSource:
         Raises:
             BadInputError: There is no Hugging Face model.
         """
-        if not self.can_score:
-            raise BadInputError("only a Hugging Face model gives logprobs: pass the model, or use another scorer")
-        assert self._module is not None
-        training = [child for child in self._module.modules() if child.training]
-        self._module.eval()
+        runnable = self._runnable()
+        if runnable is None:
+            raise BadInputError(
+                "only a Hugging Face model gives logprobs, sharded without what wraps it: pass the model, or use "
+                "another scorer"
+            )
+        training = [child for child in runnable.modules() if child.training]
+        runnable.eval()
         try:
             with torch.no_grad():
-                return [_logprobs(self._module, row) for row in rows]
+                return [_logprobs(runnable, row) for row in rows]
         finally:
             for child in training:
                 child.training = True
+            sharded.let_go(runnable)
+
+    def _runnable(self) -> nn.Module | None:
+        """What gives logits: the model, or PEFT's around it when the call of that gathers the model's shards."""
+        if self._given is None or self._module is None or not _is_transformers_model(self._module):
+            return None
+        found = next((outer for outer in _around(self._module, self._given) if sharded.gathers(outer)), self._module)
+        return found if found is self._module or lora.is_peft_model(found) else None
 
     def _entries(self) -> dict[str, _Entry]:
         if self._mapping is not None:
@@ -176,17 +192,17 @@ class _Entry:
         """The full tensor as it is now: the trainer's own memory unless adapters are added or shards gathered."""
         if self.base.is_meta:
             raise BadInputError("the model's weights have no data (meta device): load or initialise them first")
-        whole = _full(self.base.detach())
+        whole = sharded.full(self.base.detach())
         if not self._deltas:
             return whole
         merged = whole.to(self.dtype, copy=True)
         for delta in self._deltas:
-            merged += _full(delta().detach())
+            merged += delta()
         return merged
 
     def is_same_as(self, other: _Entry) -> bool:
         """Whether both are one storage; of shards, this rank's own: gathered copies have addresses without meaning."""
-        ours, theirs = _local(self.base), _local(other.base)
+        ours, theirs = sharded.local(self.base), sharded.local(other.base)
         return (
             not self._deltas
             and not other._deltas
@@ -197,7 +213,7 @@ class _Entry:
 
     @property
     def is_sharded(self) -> bool:
-        return _local(self.base) is not self.base
+        return sharded.local(self.base) is not self.base
 
     def is_equal_to(self, other: _Entry) -> bool:
         return self.shape == other.shape and torch.equal(self.tensor(), other.tensor())
@@ -239,20 +255,6 @@ def dtype_from(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise BadInputError(f"torch has no dtype {name!r}")
     return found
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor: only plain tensors leave."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: itself unless it is sharded."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _flat(weights: TensorDictBase) -> dict[str, torch.Tensor]:
@@ -317,6 +319,12 @@ def _model_inside(module: nn.Module) -> nn.Module:
     if next(module.parameters(), None) is None:
         raise BadInputError(f"{type(module).__name__} has no parameters: there is nothing to send")
     return module
+
+
+def _around(model: nn.Module, given: nn.Module) -> list[nn.Module]:
+    """The modules of ``given`` that ``model`` lies in, outermost first."""
+    parts = next(path for path, child in given.named_modules() if child is model).split(".")
+    return [given.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)) if parts != [""]]
 
 
 def _without_ties(module: nn.Module, entries: dict[str, _Entry]) -> dict[str, _Entry]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SHAPE = {
@@ -29,6 +32,12 @@ def moe() -> PreTrainedModel:
             **SHAPE, num_experts=3, num_experts_per_tok=1, moe_intermediate_size=4, tie_word_embeddings=False
         )
     )
+
+
+def checkpoint_of(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers itself would save."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
@@ -22,13 +21,7 @@ from rl_vllm.testing.models import tiny_tokenizer
 from rl_vllm.types import TensorSpec
 from rl_vllm.weights.source import CastSource, ModuleSource
 
-from .conftest import llama, moe
-
-
-def checkpoint_of(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """What transformers itself would save."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+from .conftest import checkpoint_of, llama, moe
 
 
 def sent_by(weights: object) -> dict[str, torch.Tensor]:
