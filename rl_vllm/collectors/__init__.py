@@ -1,5 +1,8 @@
 """Between rollouts and replay buffers: what TorchRL's collectors and buffers leave to the user."""
 
 from rl_vllm.collectors.advantages import GroupAdvantages, group_advantages
+from rl_vllm.collectors.async_collector import AsyncRolloutCollector
+from rl_vllm.collectors.config import CollectorConfig
+from rl_vllm.collectors.stats import CollectorStats
 
-__all__ = ["GroupAdvantages", "group_advantages"]
+__all__ = ["AsyncRolloutCollector", "CollectorConfig", "CollectorStats", "GroupAdvantages", "group_advantages"]

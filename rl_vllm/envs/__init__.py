@@ -1,18 +1,39 @@
-"""Prompts and rewards as TorchRL environments."""
+"""Prompts, what rollouts talk to, and rewards; single-turn prompts also as TorchRL environments."""
 
 from rl_vllm.envs.env import PromptStream, make_env
+from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
 from rl_vllm.envs.prompts import Entry, PromptSet, RewardFunction
 from rl_vllm.envs.reward import PromptReward
+from rl_vllm.envs.rewards import Reward, Rewards, Score
+from rl_vllm.envs.rollout import Rollout, RolloutSetup
+from rl_vllm.envs.rollout_env import RolloutEnv
+from rl_vllm.envs.rollout_task import RolloutTask
+from rl_vllm.envs.sources import PromptSource, as_source, first_messages
 from rl_vllm.envs.tasks import TaskConfig, TaskSplits, load_task
 
 __all__ = [
     "Entry",
+    "Finished",
+    "Interaction",
+    "InteractionFactory",
+    "Message",
     "PromptReward",
     "PromptSet",
+    "PromptSource",
     "PromptStream",
+    "Reply",
+    "Reward",
     "RewardFunction",
+    "Rewards",
+    "Rollout",
+    "RolloutEnv",
+    "RolloutSetup",
+    "RolloutTask",
+    "Score",
     "TaskConfig",
     "TaskSplits",
+    "as_source",
+    "first_messages",
     "load_task",
     "make_env",
 ]

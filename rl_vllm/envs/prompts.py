@@ -64,14 +64,22 @@ class PromptSet:
             seed: Shuffles each pass differently, and alike in every run; None keeps the entries' order.
             start: Positions to skip: a run that stopped after ``k`` prompts goes on with ``start=k``.
         """
-        epoch, offset = divmod(start, len(self))
-        while True:
-            if seed is None:
-                indices = range(len(self))
-            else:
-                indices = np.random.default_rng([seed, epoch]).permutation(len(self)).tolist()
-            yield from indices[offset:]
-            epoch, offset = epoch + 1, 0
+        yield from endless_order(len(self), seed=seed, start=start)
+
+
+def endless_order(count: int, *, seed: int | None, start: int = 0) -> Iterator[int]:
+    """Every index below ``count`` once per pass, from position ``start`` of that sequence on; never ends.
+
+    Args:
+        count: At least 1.
+        seed: Shuffles each pass differently, and alike in every run; None counts upwards.
+        start: Positions to skip.
+    """
+    epoch, offset = divmod(start, count)
+    while True:
+        indices = range(count) if seed is None else np.random.default_rng([seed, epoch]).permutation(count).tolist()
+        yield from indices[offset:]
+        epoch, offset = epoch + 1, 0
 
 
 def _require_text(entry: Entry, field: str, who: str) -> None:

@@ -56,12 +56,12 @@ class PromptReward(Transform):
             response = response.content[-1]
         response = response.removesuffix(self._end_marker).strip()
         entry = self._prompts.entries[index]
-        where = f"prompt {index} ({_shorten(entry['question'])}), response {_shorten(response)}"
+        where = f"prompt {index} ({shorten(entry['question'])}), response {shorten(response)}"
         try:
             value = self._prompts.reward(response, entry)
         except Exception as error:
             raise RewardError(f"the reward function raised {type(error).__name__}: {error}, on {where}") from error
-        return _one_finite_number(value, where)
+        return one_finite_number(value, where)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """One float32 per row."""
@@ -69,13 +69,14 @@ class PromptReward(Transform):
         return reward_spec
 
 
-def _one_finite_number(value: Any, where: str) -> float:
+def one_finite_number(value: Any, where: str) -> float:
+    """The value as a float; anything but one finite number is a :class:`RewardError` that says ``where``."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise RewardError(f"the reward has shape {tuple(value.shape)} instead of one number, on {where}")
         value = value.item()
     if not isinstance(value, numbers.Real):
-        shown = _shorten(str(value))
+        shown = shorten(str(value))
         raise RewardError(f"the reward is {shown} ({type(value).__name__}) instead of one number, on {where}")
     number = float(value)
     if not math.isfinite(number):
@@ -83,6 +84,7 @@ def _one_finite_number(value: Any, where: str) -> float:
     return number
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def shorten(text: str, limit: int = 80) -> str:
+    """A text as one quoted line of about ``limit`` characters."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= limit else f"{flat[: limit - 3]}...")

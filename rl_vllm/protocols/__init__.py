@@ -4,12 +4,13 @@ Policy and weights see only this package, so both run against the fakes in :mod:
 """
 
 from rl_vllm.protocols.engine import Engine
-from rl_vllm.protocols.service import AdapterService, GenerationService
+from rl_vllm.protocols.service import AdapterService, AsyncGenerationService, GenerationService
 from rl_vllm.protocols.trainer_end import GroupPlan, Peers, TrainerEnd, TrainerEndOpener
 from rl_vllm.protocols.weights import SendingTransport, WeightSource, WeightTransport
 
 __all__ = [
     "AdapterService",
+    "AsyncGenerationService",
     "Engine",
     "GenerationService",
     "GroupPlan",

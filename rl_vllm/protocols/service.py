@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from rl_vllm.types import (
@@ -38,7 +38,7 @@ class GenerationService(Protocol):
     def generate_batch(
         self,
         prompts: PromptBatch,
-        sampling: SamplingConfig,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
@@ -48,7 +48,8 @@ class GenerationService(Protocol):
 
         Args:
             prompts: B prompts; an empty batch returns at once.
-            sampling: Used by every row. ``max_tokens`` is clamped to what each row's context leaves.
+            sampling: Used by every row, or one for each. ``max_tokens`` is clamped to what each row's context leaves.
+                When one row asks for an optional column, the rows that did not hold ``()`` or NaN in it.
             timeout_s: Limit for the whole batch, or None for the configured one; on expiry everything is aborted.
             on_bad_prompt: ``RAISE`` refuses the batch before anything is sent; ``MARK`` lists the row in ``failures``.
             actor_index: The one replica that answers; None lets the service choose.
@@ -56,6 +57,7 @@ class GenerationService(Protocol):
         Raises:
             BadPromptError: A prompt is empty, too long or out of the vocabulary, with ``on_bad_prompt=RAISE``.
             GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
+            ConfigError: There is not one ``sampling`` for each prompt.
             DeadlineError: ``timeout_s`` passed.
             NoReplicaServesError: Fewer replicas serve, or are on their way, than the floor.
             ServiceOverloadedError: Too many requests are outstanding and the service was configured to refuse.
@@ -87,6 +89,48 @@ class GenerationService(Protocol):
 
         Raises:
             RefitError: Names the replicas that failed and the first one's reason.
+        """
+        ...
+
+
+@runtime_checkable
+class AsyncGenerationService(GenerationService, Protocol):
+    """A service that can be awaited, and that hands over samples as they finish; on any event loop."""
+
+    async def agenerate_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
+    ) -> CompletionBatch:
+        """As :meth:`generate_batch`; cancelling the caller aborts everything in the engines."""
+        ...
+
+    def stream_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
+    ) -> AsyncGenerator[CompletionBatch, None]:
+        """As :meth:`generate_batch`, in chunks in the order in which samples finish.
+
+        Every sample comes once, whole, those of one prompt together or one by one; ``numbers_N`` holds rows; all chunks
+        have the same optional columns, and can be joined with :meth:`CompletionBatch.concatenate`. The work begins when
+        the first chunk is asked for, which also raises what is wrong with the arguments. ``aclose()`` and cancelling
+        the reader abort in the engines what is unfinished. The deadline is for the engines: a reader may take as long
+        as it likes, and nothing is lost.
+
+        With ``on_bad_prompt=MARK``, ``failures`` come in the chunks, once for each row. With ``RAISE``, rows that the
+        engine refused are in no chunk, and named by the error that follows the last one.
+
+        Raises:
+            GenerationError, DeadlineError: As :meth:`generate_batch`, after the chunks of the samples that finished.
         """
         ...
 

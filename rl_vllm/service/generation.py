@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Unpack
 
 from rl_vllm.config import ServiceConfig
-from rl_vllm.service import jobs
+from rl_vllm.errors import EngineDiedError, ServiceNotRunningError
+from rl_vllm.service import jobs, results
 from rl_vllm.service.calls import Calls
+from rl_vllm.service.hop import Hop
 from rl_vllm.service.inputs import InputPreprocessor, Prompts
 from rl_vllm.service.jobs import GenerateJob, Job, PoolingParamsLike, RequestOptions
+from rl_vllm.service.loop import with_deadline
 from rl_vllm.service.observe.progress import Bar, Progress
 from rl_vllm.service.outputs import PoolingRequestOutput, RequestOutput
 from rl_vllm.types import (
@@ -97,7 +101,7 @@ class GenerationCalls(Calls):
                 timeout_s=work.job.limit_s,
                 waited_for=work.job.waited_for,
             )
-        return jobs.present(work, chunks, self._own_tokenizer)
+        return results.present(work, chunks, self._own_tokenizer)
 
     async def agenerate(
         self,
@@ -118,12 +122,12 @@ class GenerationCalls(Calls):
                 timeout_s=work.job.limit_s,
                 waited_for=work.job.waited_for,
             )
-        return await asyncio.to_thread(jobs.present, work, chunks, self._own_tokenizer)
+        return await asyncio.to_thread(results.present, work, chunks, self._own_tokenizer)
 
     def generate_batch(
         self,
         prompts: PromptBatch,
-        sampling: SamplingConfig,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
@@ -140,12 +144,12 @@ class GenerationCalls(Calls):
             timeout_s=work.job.limit_s,
             waited_for=work.job.waited_for,
         )
-        return jobs.collect(work.job, chunks[0] if chunks else [])
+        return results.collect(work, chunks)
 
     async def agenerate_batch(
         self,
         prompts: PromptBatch,
-        sampling: SamplingConfig,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
@@ -159,7 +163,49 @@ class GenerationCalls(Calls):
             timeout_s=work.job.limit_s,
             waited_for=work.job.waited_for,
         )
-        return jobs.collect(work.job, chunks[0] if chunks else [])
+        return results.collect(work, chunks)
+
+    async def stream_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
+    ) -> AsyncGenerator[CompletionBatch, None]:
+        """Chunks as samples finish; see :meth:`rl_vllm.protocols.AsyncGenerationService.stream_batch`.
+
+        What the reader has not asked for yet waits in this process; it is never more than the batch.
+        """
+        call = "stream_batch()"
+        work = self._read_batch(call, prompts, sampling, timeout_s, on_bad_prompt, actor_index)
+        core, reader = self._running(call), results.ChunkReader(work)
+        assert self._loop is not None
+        hop: Hop[CompletionBatch] = Hop(self._loop, stop_timeout_s=self.config.rpc_timeout_s)
+        try:
+            hop.start(
+                lambda: with_deadline(
+                    lambda: jobs.pour(core, work, call, lambda _group, chunk: hop.put(chunk)),
+                    work.job.limit_s,
+                    work.job.waited_for,
+                )
+            )
+            if (refused := reader.refused()) is not None:
+                yield refused
+            while (chunk := await hop.next()) is not None:
+                if (ready := reader.read(chunk)) is not None:
+                    yield ready
+        except CancelledError:
+            raise ServiceNotRunningError("shut down", call) from None
+        except EngineDiedError as error:
+            # A shutdown ends the engines under the calls that use them.
+            if self._state == "shut down":
+                raise ServiceNotRunningError("shut down", call) from error
+            raise
+        finally:
+            await hop.close()
+        reader.end()
 
     def encode(
         self,
@@ -190,7 +236,7 @@ class GenerationCalls(Calls):
             timeout_s=job.limit_s,
             waited_for=job.waited_for,
         )
-        return jobs.present_vectors(job, chunks)
+        return results.present_vectors(job, chunks)
 
     async def aencode(
         self,
@@ -210,7 +256,7 @@ class GenerationCalls(Calls):
             timeout_s=job.limit_s,
             waited_for=job.waited_for,
         )
-        return jobs.present_vectors(job, chunks)
+        return results.present_vectors(job, chunks)
 
     def _read(
         self,
@@ -228,7 +274,7 @@ class GenerationCalls(Calls):
         self,
         call: str,
         prompts: PromptBatch,
-        sampling: SamplingConfig,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
         timeout_s: float | None,
         on_bad_prompt: BadPrompt,
         only: int | None,

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from rl_vllm.config import ServiceConfig, require_above_zero
-from rl_vllm.errors import BadInputError, ConfigError, GenerationError
+from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.service.adapters import Adapter, LoRARequestLike
 from rl_vllm.service.core import Core
 from rl_vllm.service.inputs import ParsedPrompts, Prompts, parse_prompts
-from rl_vllm.service.outputs import (
-    OutputOptions,
-    PoolingRequestOutput,
-    RequestOutput,
-    to_pooling_outputs,
-    to_request_outputs,
-)
 from rl_vllm.service.prompts import check_prompts, settings_per_row
-from rl_vllm.service.text import decode_samples
 from rl_vllm.types import (
     BadPrompt,
     CompletionBatch,
@@ -38,8 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_vllm.engine.params import SamplingParams
-
-T = TypeVar("T")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -122,6 +112,16 @@ class GenerateJob:
         for position, setting in enumerate(self.settings):
             found.setdefault((setting.logprobs > 0, setting.prompt_logprobs is not None), []).append(position)
         return list(found.values())
+
+    def fill(self, chunk: CompletionBatch) -> CompletionBatch:
+        """Give a chunk the optional columns that rows of other groups asked for, so that it can join theirs."""
+        if isinstance(self.sampling, SamplingConfig):
+            return chunk
+        wants_prompt = any(setting.prompt_logprobs is not None for setting in self.settings)
+        return chunk.filled(
+            top_logprobs=any(setting.logprobs > 0 for setting in self.settings),
+            prompt_lengths_B=self.job.prompts.lengths_B if wants_prompt else None,
+        )
 
 
 def read_job(
@@ -246,29 +246,43 @@ async def answer(
     core: Core, work: GenerateJob, call: str, on_chunk: Callable[[CompletionBatch], None] | None
 ) -> list[list[CompletionBatch]]:
     """Generate on the service's loop; the chunks of each of ``work.groups()``."""
+    groups: list[list[CompletionBatch]] = [[] for _ in work.groups()]
+
+    def keep(group: int, chunk: CompletionBatch) -> None:
+        groups[group].append(chunk)
+        if on_chunk is not None:
+            on_chunk(chunk)
+
+    await pour(core, work, call, keep)
+    return groups
+
+
+async def pour(core: Core, work: GenerateJob, call: str, on_chunk: Callable[[int, CompletionBatch], None]) -> None:
+    """Generate on the service's loop, handing over each chunk with the position of its group as it comes."""
     job = work.job
     if not job.rows:
-        return []
+        return
     with core.sleep.awake(call, job.only):
         async with core.policies.lease(job.prompts, job.adapters) as lease:
 
-            async def one(positions: Sequence[int]) -> list[CompletionBatch]:
+            async def one(group: int, positions: Sequence[int]) -> None:
                 rows = [job.rows[position] for position in positions]
                 settings = [work.settings[position] for position in positions]
                 stream = core.dispatcher.stream(lease.prompts, rows, settings, only=job.only)
-                return await _gather(stream, lease.label, on_chunk)
+                async with aclosing(stream):
+                    async for chunk in stream:
+                        on_chunk(group, lease.label(chunk))
 
-            groups = work.groups()
-            if len(groups) == 1:
-                return [await one(groups[0])]
-            return await _together([one(positions) for positions in groups])
+            await _together([one(*each) for each in enumerate(work.groups())])
 
 
-async def _together(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
+async def _together(works: Sequence[Coroutine[None, None, None]]) -> None:
     """Run all at once; when one fails the others are stopped first."""
+    if len(works) == 1:
+        return await works[0]
     tasks = [asyncio.create_task(work, name="generate-group") for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -282,70 +296,8 @@ async def embed(core: Core, job: Job, pooling: PoolingConfig, call: str) -> list
     with core.sleep.awake(call, job.only):
         async with core.policies.lease(job.prompts, job.adapters) as lease:
             stream = core.dispatcher.embed(lease.prompts, job.rows, pooling, only=job.only)
-            return await _gather(stream, lambda chunk: chunk, None)
-
-
-async def _gather(
-    stream: AsyncGenerator[T, None], label: Callable[[T], T], on_chunk: Callable[[T], None] | None
-) -> list[T]:
-    chunks = []
-    async with aclosing(stream):
-        async for unlabelled in stream:
-            chunk = label(unlabelled)
-            chunks.append(chunk)
-            if on_chunk is not None:
-                on_chunk(chunk)
-    return chunks
-
-
-def collect(job: Job, chunks: Sequence[CompletionBatch]) -> CompletionBatch:
-    """The whole answer in the order of the rows, with the rows that have none.
-
-    Raises:
-        GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
-    """
-    batch = CompletionBatch.concatenate(chunks).sorted_rows()
-    return batch.with_failures(_failures(job, batch.failures))
-
-
-def _failures(job: Job, failures: Sequence[RequestFailure]) -> list[RequestFailure]:
-    ordered = sorted(failures, key=lambda failure: failure.number)
-    if ordered and job.on_bad_prompt is BadPrompt.RAISE:
-        raise GenerationError(tuple((failure.number, failure.reason) for failure in ordered))
-    return sorted([*ordered, *job.refused], key=lambda failure: failure.number)
-
-
-def present(
-    work: GenerateJob, groups: Sequence[Sequence[CompletionBatch]], tokenizer: PreTrainedTokenizerBase | None
-) -> RequestOutput | list[RequestOutput]:
-    """The answer as ``generate`` returns it.
-
-    Raises:
-        GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
-    """
-    job = work.job
-    # One call names all rows that failed, whatever group they were in.
-    failed = _failures(job, [failure for chunks in groups for chunk in chunks for failure in chunk.failures])
-    options = OutputOptions(job.parsed.texts, work.with_logprobs, job.adapters)
-    outputs: list[RequestOutput] = []
-    for chunks in groups or [[]]:
-        batch = CompletionBatch.concatenate(chunks).sorted_rows().with_failures(failed)
-        texts = decode_samples(tokenizer, job.prompts, batch, work.sampling)
-        mine = to_request_outputs(job.prompts, batch, texts, options)
-        outputs = [new if new.outputs else old for old, new in zip(outputs or mine, mine, strict=True)]
-    return outputs[0] if job.parsed.single else outputs
-
-
-def present_vectors(job: Job, chunks: Sequence[EmbeddingBatch]) -> PoolingRequestOutput | list[PoolingRequestOutput]:
-    """The answer as ``encode`` returns it.
-
-    Raises:
-        GenerationError: The engine refused rows, with ``on_bad_prompt=RAISE``.
-    """
-    batch = EmbeddingBatch.concatenate(chunks)
-    batch = replace(batch, failures=tuple(_failures(job, batch.failures)))
-    outputs = to_pooling_outputs(job.prompts, job.parsed.texts, batch)
-    return outputs[0] if job.parsed.single else outputs
+            async with aclosing(stream):
+                return [chunk async for chunk in stream]
 
 
 def _adapters(given: Adapter | Sequence[Adapter | None] | None, count: int) -> Sequence[Adapter | None]:

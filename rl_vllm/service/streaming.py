@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rl_vllm.config import ServiceConfig, require_choice
 from rl_vllm.errors import DeadlineError, ServiceNotRunningError
-from rl_vllm.service import jobs
+from rl_vllm.service import jobs, results
 from rl_vllm.service.calls import blocking, on_loop, own_limit
 from rl_vllm.service.generation import GenerationCalls
 from rl_vllm.service.inputs import Prompts
@@ -210,7 +210,7 @@ class StreamingCalls(GenerationCalls):
         return self._loop.submit(self.requests.give_up(live))
 
     def _whole(self, live: LiveRequest) -> RequestOutput:
-        output = jobs.present(live.work, [[live.done.result(0)]], self._own_tokenizer)
+        output = results.present(live.work, [[live.done.result(0)]], self._own_tokenizer)
         if isinstance(output, list):
             (output,) = output
         output.request_id = live.record.request_id

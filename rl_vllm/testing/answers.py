@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -103,6 +103,8 @@ class FakeScript:
         finish: Forced finish reason per row.
         stops: Stop string or id per row; such a row ends with ``STOP``.
         failures: Reason per row that gets no completion.
+        order: Rows in the order in which ``stream_batch`` yields them; those it does not name follow in theirs.
+        before: Awaited by ``stream_batch`` before it yields anything of a row.
         next_version: ``(token, version)``: response tokens from this position on carry this version.
         stage_error: Raised by ``stage_weights``.
         commit_error: Raised by ``commit_weights``.
@@ -115,6 +117,8 @@ class FakeScript:
     finish: Mapping[int, FinishReason] = field(default_factory=dict)
     stops: Mapping[int, str | int] = field(default_factory=dict)
     failures: Mapping[int, str] = field(default_factory=dict)
+    order: Sequence[int] = ()
+    before: Callable[[int], Awaitable[None]] | None = None
     next_version: tuple[int, int] | None = None
     stage_error: Exception | None = None
     commit_error: Exception | None = None
@@ -162,7 +166,7 @@ def answer(
         stops_N=tuple(stop for _, stop in ends),
         cached_N=np.array([len(request.prompt_T) // 2 for request in requests], dtype=np.int32),
         failures=tuple(RequestFailure(row, reason) for row, reason in sorted(failures.items())),
-        top_logprobs=_top_logprobs(responses, scores) if any(r.sampling.logprobs for r in requests) else None,
+        top_logprobs=_top_logprobs(requests, responses, scores),
         prompt_logprobs=_prompt_logprobs(requests, script, version, replica),
     )
 
@@ -251,14 +255,20 @@ def _prompt_logprobs(
     rows = []
     for request in requests:
         values = script.score_prompt(request.prompt_T, version, replica).astype(np.float32)
-        values[0] = np.nan
+        values[: None if request.sampling.prompt_logprobs is None else 1] = np.nan
         rows.append(values)
     return tuple(rows)
 
 
-def _top_logprobs(responses: Sequence[Int32], scores: Sequence[Float32]) -> tuple[tuple[dict[int, float], ...], ...]:
-    """The sampled token alone."""
+def _top_logprobs(
+    requests: Sequence[FakeRequest], responses: Sequence[Int32], scores: Sequence[Float32]
+) -> tuple[tuple[dict[int, float], ...], ...] | None:
+    """The sampled token alone, for samples that asked; None when nobody did."""
+    if not any(request.sampling.logprobs for request in requests):
+        return None
     return tuple(
         tuple({int(token): float(score)} for token, score in zip(ids, row, strict=True))
-        for ids, row in zip(responses, scores, strict=True)
+        if request.sampling.logprobs
+        else ()
+        for request, ids, row in zip(requests, responses, scores, strict=True)
     )

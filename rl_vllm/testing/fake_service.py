@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
-from rl_vllm.errors import BadPromptError, GenerationError
-from rl_vllm.testing.answers import FAKE_MODEL, FakeScript, FakeWeights, answer, requests_of
+import numpy as np
+
+from rl_vllm.errors import BadPromptError, ConfigError, DeadlineError, GenerationError
+from rl_vllm.testing.answers import FAKE_MODEL, FakeRequest, FakeScript, FakeWeights, answer, requests_of
 from rl_vllm.types import (
     BadPrompt,
     CommitReport,
@@ -21,13 +25,16 @@ from rl_vllm.types import (
     WeightUpdate,
 )
 
+# As the service's own.
+DEFAULT_TIMEOUT_S = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """What ``generate_batch`` was asked."""
+    """What ``generate_batch`` was asked, or one of its kin."""
 
     prompts: PromptBatch
-    sampling: SamplingConfig
+    sampling: SamplingConfig | Sequence[SamplingConfig]
     timeout_s: float | None
     on_bad_prompt: BadPrompt
     actor_index: int | None = None
@@ -52,7 +59,7 @@ class CommitCall:
 
 
 class FakeService:
-    """Implements :class:`rl_vllm.protocols.GenerationService` in this process; safe to call from any thread.
+    """Implements :class:`rl_vllm.protocols.AsyncGenerationService` in this process; safe to call from any thread.
 
     Args:
         info: The model it pretends to serve.
@@ -62,7 +69,7 @@ class FakeService:
         hosts: The machines of each replica.
 
     Attributes:
-        generate_calls: Every ``generate_batch``, in order.
+        generate_calls: Every ``generate_batch``, ``agenerate_batch`` and ``stream_batch``, in order.
         stage_calls: Every ``stage_weights`` that took, in order.
         commit_calls: Every ``commit_weights`` that took, in order.
     """
@@ -104,32 +111,108 @@ class FakeService:
     def generate_batch(
         self,
         prompts: PromptBatch,
-        sampling: SamplingConfig,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
         *,
         timeout_s: float | None = None,
         on_bad_prompt: BadPrompt = BadPrompt.RAISE,
         actor_index: int | None = None,
     ) -> CompletionBatch:
         """Answer at once, as the protocol says."""
-        with self._lock:
-            self.generate_calls.append(GenerateCall(prompts, sampling, timeout_s, on_bad_prompt, actor_index))
-            version = self._weights.version
+        call = GenerateCall(prompts, sampling, timeout_s, on_bad_prompt, actor_index)
+        version = self._record(call)
         if self.script.columns is not None:
             return self.script.columns
-        bad = _bad_rows(prompts, self._info)
-        if bad and on_bad_prompt is BadPrompt.RAISE:
-            row, reason = next(iter(bad.items()))
-            raise BadPromptError(row, reason)
-        failures = bad | dict(self.script.failures)
+        failures = self._failures(call)
         if self.script.failures and on_bad_prompt is BadPrompt.RAISE:
             raise GenerationError(tuple(sorted(self.script.failures.items())))
         requests = [
-            request
-            for row in range(len(prompts))
-            if row not in failures
-            for request in requests_of(row, prompts.row(row), sampling, self._info)
+            request for row in range(len(prompts)) if row not in failures for request in self._requests(call, row)
         ]
         return answer(requests, self.script, version, failures, replica=actor_index or 0)
+
+    async def agenerate_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
+    ) -> CompletionBatch:
+        """As :meth:`generate_batch`."""
+        return self.generate_batch(
+            prompts, sampling, timeout_s=timeout_s, on_bad_prompt=on_bad_prompt, actor_index=actor_index
+        )
+
+    async def stream_batch(
+        self,
+        prompts: PromptBatch,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        *,
+        timeout_s: float | None = None,
+        on_bad_prompt: BadPrompt = BadPrompt.RAISE,
+        actor_index: int | None = None,
+    ) -> AsyncGenerator[CompletionBatch, None]:
+        """One chunk for each sample and each failure, in the script's order; versions are those of that moment."""
+        call = GenerateCall(prompts, sampling, timeout_s, on_bad_prompt, actor_index)
+        self._record(call)
+        failures = self._failures(call)
+        deadline_s = asyncio.get_running_loop().time() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        first = [row for row in self.script.order if row < len(prompts)]
+        for row in dict.fromkeys([*first, *range(len(prompts))]):
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    if self.script.before is not None:
+                        await self.script.before(row)
+            except TimeoutError:
+                raise DeadlineError(f"{len(prompts)} prompts", timeout_s or DEFAULT_TIMEOUT_S) from None
+            for chunk in self._chunks(call, row, failures):
+                yield chunk
+        if self.script.failures and on_bad_prompt is BadPrompt.RAISE:
+            raise GenerationError(tuple(sorted(self.script.failures.items())))
+
+    def _record(self, call: GenerateCall) -> int:
+        """Remember a call; the version that is served now."""
+        given = call.sampling
+        if not isinstance(given, SamplingConfig) and len(given) != len(call.prompts):
+            raise ConfigError(f"{len(given)} sampling for {len(call.prompts)} prompts: give one, or one for each")
+        with self._lock:
+            self.generate_calls.append(call)
+            return self._weights.version
+
+    def _failures(self, call: GenerateCall) -> dict[int, str]:
+        bad = _bad_rows(call.prompts, self._info)
+        if bad and call.on_bad_prompt is BadPrompt.RAISE:
+            row, reason = next(iter(bad.items()))
+            raise BadPromptError(row, reason)
+        return bad | dict(self.script.failures)
+
+    def _requests(self, call: GenerateCall, row: int) -> list[FakeRequest]:
+        sampling = call.sampling if isinstance(call.sampling, SamplingConfig) else call.sampling[row]
+        return requests_of(row, call.prompts.row(row), sampling, self._info)
+
+    def _chunks(self, call: GenerateCall, row: int, failures: dict[int, str]) -> Iterator[CompletionBatch]:
+        """A row's samples one by one, or its failure, with the optional columns that any row asked for."""
+        if self.script.columns is not None:
+            whole = self.script.columns
+            samples = np.flatnonzero(whole.numbers_N == row)
+        elif row in failures:
+            marked = {row: failures[row]} if call.on_bad_prompt is BadPrompt.MARK else {}
+            whole, samples = answer([], self.script, 0, marked), np.zeros(0, np.intp)
+        else:
+            whole = answer(
+                self._requests(call, row), self.script, self._weights.version, {}, replica=call.actor_index or 0
+            )
+            samples = np.arange(len(whole))
+        asked = [call.sampling] if isinstance(call.sampling, SamplingConfig) else call.sampling
+        whole = whole.filled(
+            top_logprobs=any(each.logprobs for each in asked),
+            prompt_lengths_B=call.prompts.lengths_B if any(e.prompt_logprobs is not None for e in asked) else None,
+        )
+        if whole.failures and not len(samples):
+            yield whole
+        for sample in samples.tolist():
+            yield whole.take(np.array([sample]))
 
     def weight_receivers(self) -> tuple[WeightReceiver, ...]:
         """Each replica with one worker."""

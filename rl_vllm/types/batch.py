@@ -208,6 +208,22 @@ class CompletionBatch:
         """The same samples with other failures."""
         return replace(self, failures=tuple(failures))
 
+    def filled(self, *, top_logprobs: bool, prompt_lengths_B: Int64 | None) -> CompletionBatch:
+        """The same samples with optional columns that others of their batch asked for.
+
+        Args:
+            top_logprobs: Give samples that have none ``()``.
+            prompt_lengths_B: int64 [B], lengths of the prompts that ``numbers_N`` names: samples that have none get
+                NaN, float32 [prompt length]. None adds no column.
+        """
+        top, prompt = self.top_logprobs, self.prompt_logprobs
+        if top is None and top_logprobs:
+            top = ((),) * len(self)
+        if prompt is None and prompt_lengths_B is not None:
+            lengths = prompt_lengths_B[self.numbers_N].tolist()
+            prompt = tuple(np.full(length, np.nan, np.float32) for length in lengths)
+        return replace(self, top_logprobs=top, prompt_logprobs=prompt)
+
     @classmethod
     def empty(cls) -> CompletionBatch:
         return cls(

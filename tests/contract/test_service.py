@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -22,7 +24,7 @@ from rl_vllm.errors import (
     UnsupportedByEngineError,
 )
 from rl_vllm.service.outputs import RequestOutput
-from rl_vllm.types import BadPrompt, InFlight, KVCache, PromptBatch, RequestStatus
+from rl_vllm.types import BadPrompt, CompletionBatch, InFlight, KVCache, PromptBatch, RequestStatus
 from tests.contract.conftest import ADAPTER
 from tests.contract.subjects import ENDLESS, GREEDY, PROMPTS, Subject, Truth
 
@@ -123,6 +125,42 @@ def test_a_streamed_response_is_the_response(subject: Subject, mode: str) -> Non
     if mode == "cumulative":
         assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(seen))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_a_batch_read_as_its_samples_finish_is_the_batch(subject: Subject) -> None:
+    rows = PromptBatch.from_rows([*PROMPTS, []])
+    sampling = [replace(GREEDY, max_tokens=1 + row % 6, logprobs=row % 2) for row in range(len(rows))]
+    version = subject.service.weight_version
+
+    async def read() -> tuple[CompletionBatch, CompletionBatch]:
+        stream = subject.service.stream_batch(rows, sampling, on_bad_prompt=BadPrompt.MARK)
+        async with aclosing(stream):
+            streamed = CompletionBatch.concatenate([chunk async for chunk in stream])
+        return streamed, await subject.service.agenerate_batch(rows, sampling, on_bad_prompt=BadPrompt.MARK)
+
+    for batch in asyncio.run(read()):
+        batch = batch.sorted_rows()
+        assert batch.numbers_N.tolist() == list(range(len(PROMPTS)))
+        assert [failure.number for failure in batch.failures] == [len(PROMPTS)]
+        assert set(batch.versions_T.tolist()) == {version}
+        assert batch.top_logprobs is not None
+        for row, prompt in enumerate(PROMPTS):
+            assert batch.tokens(row).tolist() == subject.truth.greedy(prompt, 1 + row % 6)
+            assert len(batch.top_logprobs[row]) == (1 + row % 6 if row % 2 else 0)
+
+
+def test_a_reader_of_a_batch_that_goes_away_leaves_the_engines_idle(subject: Subject) -> None:
+    async def cancel() -> None:
+        stream = subject.service.stream_batch(PromptBatch.from_rows(PROMPTS), ENDLESS)
+        task = asyncio.create_task(anext(stream))
+        await asyncio.to_thread(subject.wait_until, lambda: subject.num_running() > 0, "requests to run")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with subject.holding():
+        asyncio.run(cancel())
+        subject.wait_until_idle()
 
 
 def test_bad_rows_are_marked_with_their_reason_and_their_siblings_answered(subject: Subject) -> None:

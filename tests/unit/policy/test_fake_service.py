@@ -1,13 +1,16 @@
 """The fake keeps the protocol's promises, so that tests against it mean something."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from rl_vllm.errors import BadPromptError, GenerationError, RefitError
-from rl_vllm.protocols import GenerationService
+from rl_vllm.errors import BadPromptError, ConfigError, DeadlineError, GenerationError, RefitError
+from rl_vllm.protocols import AsyncGenerationService, GenerationService
 from rl_vllm.testing import FakeScript, FakeService
 from rl_vllm.types import (
     BadPrompt,
+    CompletionBatch,
     FinishReason,
     InFlight,
     KVCache,
@@ -99,3 +102,53 @@ def test_prompt_logprobs_come_only_when_asked_for_and_the_first_is_unknown():
     assert service.generate_batch(PROMPTS, SamplingConfig()).prompt_logprobs is None
     values = service.generate_batch(PROMPTS, SamplingConfig(prompt_logprobs=0)).prompt_logprobs
     np.testing.assert_array_equal(values[0], np.array([np.nan, -0.875], np.float32))
+
+
+async def test_a_stream_yields_one_chunk_a_sample_in_the_scripted_order():
+    opened, asked = asyncio.Event(), []
+
+    async def before(row: int) -> None:
+        asked.append(row)
+        if row == 0:
+            await opened.wait()
+
+    service: AsyncGenerationService = FakeService(script=FakeScript(order=(1, 0), before=before, failures={2: "lost"}))
+    prompts = PromptBatch.from_rows([[5, 6], [7], [8]])
+    sampling = SamplingConfig(n=2, max_tokens=5)
+    stream = service.stream_batch(prompts, sampling, on_bad_prompt=BadPrompt.MARK)
+    chunks = [await anext(stream), await anext(stream)]
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    assert (asked, waiting.done()) == ([1, 0], False)
+    opened.set()
+    chunks += [await waiting, *[chunk async for chunk in stream]]
+    assert [chunk.numbers_N.tolist() for chunk in chunks] == [[1], [1], [0], [0], []]
+    whole = CompletionBatch.concatenate(chunks).sorted_rows()
+    assert [(failure.number, failure.reason) for failure in whole.failures] == [(2, "lost")]
+    expected = await service.agenerate_batch(prompts, [sampling] * 3, on_bad_prompt=BadPrompt.MARK)
+    assert whole.tokens_T.tolist() == expected.tokens_T.tolist()
+    assert [call.timeout_s for call in service.generate_calls] == [None, None]
+
+
+async def test_a_stream_has_a_deadline_and_raises_what_failed_after_the_rest():
+    async def before(row: int) -> None:
+        await asyncio.sleep(60.0 * row)
+
+    service = FakeService(script=FakeScript(before=before))
+    stream = service.stream_batch(PROMPTS, SamplingConfig(), timeout_s=0.05)
+    assert len(await anext(stream)) == 1
+    with pytest.raises(DeadlineError, match=r"0\.05"):
+        await anext(stream)
+    service.script = FakeScript(failures={0: "lost"})
+    stream = service.stream_batch(PROMPTS, SamplingConfig())
+    assert (await anext(stream)).numbers_N.tolist() == [1]
+    with pytest.raises(GenerationError, match="lost"):
+        await anext(stream)
+    with pytest.raises(ConfigError, match="1 sampling for 2 prompts"):
+        await anext(service.stream_batch(PROMPTS, [SamplingConfig()]))
+
+
+def test_rows_may_ask_for_columns_of_their_own():
+    batch = FakeService().generate_batch(PROMPTS, [SamplingConfig(logprobs=1), SamplingConfig(prompt_logprobs=0)])
+    assert [bool(top) for top in batch.top_logprobs] == [True, False]
+    assert [np.isnan(row).tolist() for row in batch.prompt_logprobs] == [[True, True], [True]]

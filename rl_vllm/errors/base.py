@@ -1,8 +1,4 @@
-"""Every exception this package raises on purpose.
-
-Each class states what happened, with values, and what to do; keeps the facts as attributes; and survives pickling,
-because most of them cross a process boundary before anyone reads them.
-"""
+"""The base class, and what may go wrong with settings, inputs and the service."""
 
 from __future__ import annotations
 
@@ -45,10 +41,6 @@ class BadPromptError(RLVLLMError, ValueError):
 
 class BadInputError(RLVLLMError, ValueError):
     """A tensordict, dataset or tensor given by the caller cannot be used; says which entry and why."""
-
-
-class RewardError(RLVLLMError, ValueError):
-    """A reward function returned something that is not one finite number per completion."""
 
 
 class ServiceNotRunningError(RLVLLMError, RuntimeError):
@@ -231,22 +223,6 @@ class NoReplicaServesError(EngineDiedError):
         return f"no replica serves: {self.reason}"
 
 
-class GenerationError(RLVLLMError, RuntimeError):
-    """The engine refused or lost requests for a reason that is not the replica's health.
-
-    Attributes:
-        failures: ``(row, reason)`` for each prompt that got no answer.
-    """
-
-    def __init__(self, failures: tuple[tuple[int, str], ...]) -> None:
-        super().__init__(failures)
-        self.failures = failures
-
-    def message(self) -> str:
-        row, reason = self.failures[0]
-        return f"{len(self.failures)} prompts failed; first, prompt {row}: {reason}"
-
-
 class DeadlineError(RLVLLMError, TimeoutError):
     """A wait ran out of time; what was waited for has been aborted.
 
@@ -262,99 +238,3 @@ class DeadlineError(RLVLLMError, TimeoutError):
 
     def message(self) -> str:
         return f"gave up after {self.timeout_s:g} s waiting for {self.waited_for}"
-
-
-class MissingLogprobError(RLVLLMError, RuntimeError):
-    """The engine returned a sampled token without its logprob, or with a NaN.
-
-    Attributes:
-        request: The request's number.
-        position: Index of the token in the response.
-        value: What came instead.
-        version: Weight version that produced the token, or None when unknown.
-    """
-
-    def __init__(self, request: int, position: int, value: str, version: int | None) -> None:
-        super().__init__(request, position, value, version)
-        self.request = request
-        self.position = position
-        self.value = value
-        self.version = version
-
-    def message(self) -> str:
-        return (
-            f"request {self.request}, response token {self.position}, weight version {self.version}: "
-            f"logprob is {self.value}; the weights are probably broken (NaN or infinity)"
-        )
-
-
-class WeightsMismatchError(RLVLLMError, ValueError):
-    """The trainer's tensors are not the ones the engine expects; found before any byte moved.
-
-    Attributes:
-        problems: One line for each difference.
-    """
-
-    def __init__(self, problems: tuple[str, ...]) -> None:
-        super().__init__(problems)
-        self.problems = problems
-
-    def message(self) -> str:
-        lines = "\n  ".join(self.problems)
-        return f"{len(self.problems)} tensors do not match the engine's model; nothing was sent:\n  {lines}"
-
-
-class AdapterMismatchError(WeightsMismatchError):
-    """An adapter cannot be sent to this service; found before anything was written.
-
-    Attributes:
-        problems: One line for each reason.
-    """
-
-    def message(self) -> str:
-        lines = "\n  ".join(self.problems)
-        return f"the adapter does not fit the service, for {len(self.problems)} reasons; nothing was sent:\n  {lines}"
-
-
-class RefitError(RLVLLMError, RuntimeError):
-    """A refit did not take on every replica.
-
-    Attributes:
-        version: The version that was being installed.
-        phase: "check", "stage", "commit" or "verify".
-        replicas: The replicas that failed; empty when the trainer's side failed.
-        reason: The first failing worker's own words.
-    """
-
-    def __init__(self, version: int, phase: str, replicas: tuple[int, ...], reason: str) -> None:
-        super().__init__(version, phase, replicas, reason)
-        self.version = version
-        self.phase = phase
-        self.replicas = replicas
-        self.reason = reason
-
-    def message(self) -> str:
-        after = {
-            "commit": "these replicas serve nothing until a refit completes",
-            "verify": "every replica serves the new weights, which are committed",
-        }.get(self.phase, "every replica still serves the old weights")
-        who = f"replicas {list(self.replicas)}" if self.replicas else "the trainer"
-        return f"refit to version {self.version} failed in {self.phase} on {who}: {self.reason} ({after})"
-
-
-class AdapterRefitError(RefitError):
-    """A version of an adapter was not installed on every replica, and has been removed where it was.
-
-    Attributes:
-        version: The version that was being installed.
-        phase: "check", "stage" or "verify".
-        replicas: The replicas that failed; empty when the trainer's side failed.
-        reason: The first failing replica's own words.
-    """
-
-    def message(self) -> str:
-        who = f"replicas {list(self.replicas)}" if self.replicas else "the trainer"
-        return (
-            f"adapter refit to version {self.version} failed in {self.phase} on {who}: {self.reason} (every replica "
-            "still answers by the adapter it had)"
-        )
