@@ -37,7 +37,7 @@ class PrefixMismatchError(RLVLLMError, ValueError):
         )
 
 
-class NoProgressError(RLVLLMError, TimeoutError):
+class NoProgressError(RLVLLMError, RuntimeError):
     """A collector delivered nothing for too long.
 
     Attributes:

@@ -79,7 +79,7 @@ def test_an_error_is_caught_as_an_error_of_this_package(error):
         (errors.BadInputError, ValueError),
         (errors.RewardError, ValueError),
         (errors.PrefixMismatchError, ValueError),
-        (errors.NoProgressError, TimeoutError),
+        (errors.NoProgressError, RuntimeError),
         (errors.OverSamplingError, RuntimeError),
         (errors.WeightsMismatchError, ValueError),
         (errors.DeadlineError, TimeoutError),
