@@ -36,6 +36,7 @@ class Slots:
         finish_S: int64, :class:`FinishReason` numbers; ``ERROR`` for a failed slot.
         stops_S: Stop string or id, or None.
         cached_S: int64, prompt tokens read from the prefix cache.
+        seconds_S: float32, from the call to the sample's arrival; NaN for a failed slot and where nobody measured it.
         valid_S: False where the service has no completion.
         top_logprobs_S: The engine's alternatives, when asked for.
     """
@@ -50,6 +51,7 @@ class Slots:
     finish_S: Int64
     stops_S: list[str | int | None]
     cached_S: Int64
+    seconds_S: Array
     valid_S: NDArray[np.bool_]
     top_logprobs_S: list[tuple[dict[int, float], ...]] | None
 
@@ -98,6 +100,7 @@ def slots_from(prompts: PromptBatch, completions: CompletionBatch, *, n: int) ->
         finish_S=_spread(slot_N, completions.finish_N, count, FinishReason.ERROR),
         stops_S=_spread_objects(slot_N, completions.stops_N, count, None),
         cached_S=_spread(slot_N, completions.cached_N, count, 0),
+        seconds_S=_seconds(slot_N, completions, count),
         valid_S=valid,
         top_logprobs_S=None
         if completions.top_logprobs is None
@@ -220,6 +223,13 @@ def _prompt_logprobs(slot_N: Int64, completions: CompletionBatch, lengths_S: Int
     for slot, values in zip(slot_N.tolist(), completions.prompt_logprobs, strict=True):
         flat[starts[slot] : starts[slot] + len(values)] = values
     return flat
+
+
+def _seconds(slot_N: Int64, completions: CompletionBatch, count: int) -> Array:
+    spread = np.full(count, np.nan, np.float32)
+    if completions.seconds_N is not None:
+        spread[slot_N] = completions.seconds_N
+    return spread
 
 
 def _positions(starts_S: Int64, lengths_S: Int64) -> Int64:

@@ -19,6 +19,7 @@ Key                              Type      Meaning
 ``completion.prompt_length``     int64     [*], tokens
 ``completion.response_length``   int64     [*], tokens
 ``completion.cached_tokens``     int64     [*], prompt tokens read from the prefix cache
+``completion.seconds``           float32   [*], from the call to the sample's arrival; NaN where unknown
 ``completion.valid``             bool      [*], False when the service has no completion for the row
 ``completion.truncated``         bool      [*], the response ended by length
 ``completion.logprobs_mode``     str       the meaning of the logprobs
@@ -164,6 +165,7 @@ def _completion(slots: Slots, shape: torch.Size, device: torch.device | None, lo
         "prompt_length": tensor(slots.prompt_lengths_S),
         "response_length": tensor(slots.lengths_S),
         "cached_tokens": tensor(slots.cached_S),
+        "seconds": tensor(slots.seconds_S),
         "valid": tensor(slots.valid_S),
         "truncated": tensor(slots.finish_S == FinishReason.LENGTH),
         "logprobs_mode": NonTensorData(logprobs_mode, batch_size=shape),

@@ -120,7 +120,7 @@ class AsyncGenerationService(GenerationService, Protocol):
     ) -> AsyncGenerator[CompletionBatch, None]:
         """As :meth:`generate_batch`, in chunks in the order in which samples finish.
 
-        Every sample comes once, whole, those of one prompt together or one by one; ``numbers_N`` holds rows; all chunks
+        Every sample comes once, whole, those of one prompt together or one by one; ``numbers_N`` holds rows. All chunks
         have the same optional columns, and can be joined with :meth:`CompletionBatch.concatenate`. The work begins when
         the first chunk is asked for, which also raises what is wrong with the arguments. ``aclose()`` and cancelling
         the reader abort in the engines what is unfinished. The deadline is for the engines: a reader may take as long

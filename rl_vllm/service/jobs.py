@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class Job:
         only: Index of the one replica that answers, or None.
         limit_s: Limit for the whole call, in seconds.
         on_bad_prompt: What a row without an answer does.
+        began_s: When the call came, by ``time.perf_counter``.
     """
 
     parsed: ParsedPrompts
@@ -82,6 +84,7 @@ class Job:
     only: int | None
     limit_s: float
     on_bad_prompt: BadPrompt
+    began_s: float
 
     @property
     def waited_for(self) -> str:
@@ -139,6 +142,7 @@ def read_job(
     Raises:
         BadInputError, BadPromptError, ConfigError: As ``generate`` says.
     """
+    began_s = time.perf_counter()
     unknown = sorted(set(options) - set(RequestOptions.__annotations__))
     if unknown:
         raise TypeError(f"unknown keyword {unknown[0]!r}: the options are {', '.join(RequestOptions.__annotations__)}")
@@ -158,6 +162,7 @@ def read_job(
         only=options.get("actor_index"),
         limit_s=limit_of(options.get("timeout_seconds"), config),
         on_bad_prompt=policy,
+        began_s=began_s,
     )
 
 
@@ -171,10 +176,11 @@ def batch_job(
     only: int | None,
 ) -> Job:
     """A batch that is in columns already; adapters are named in it."""
+    began_s = time.perf_counter()
     rows, refused = check_prompts(prompts, model, on_bad_prompt)
     adapters = prompts.loras if prompts.loras is not None else (None,) * len(prompts)
     parsed = ParsedPrompts(prompts, (), single=False)
-    return Job(parsed, prompts, rows, refused, adapters, only, limit_of(timeout_s, config), on_bad_prompt)
+    return Job(parsed, prompts, rows, refused, adapters, only, limit_of(timeout_s, config), on_bad_prompt, began_s)
 
 
 def generate_job(
@@ -271,7 +277,7 @@ async def pour(core: Core, work: GenerateJob, call: str, on_chunk: Callable[[int
                 stream = core.dispatcher.stream(lease.prompts, rows, settings, only=job.only)
                 async with aclosing(stream):
                     async for chunk in stream:
-                        on_chunk(group, lease.label(chunk))
+                        on_chunk(group, lease.label(chunk).arrived(time.perf_counter() - job.began_s))
 
             await _together([one(*each) for each in enumerate(work.groups())])
 

@@ -91,6 +91,11 @@ def stated_prompt_logprobs(prompt_T: Int32, _version: int, _replica: int) -> Flo
     return stated_logprobs(prompt_T[:0], prompt_T)
 
 
+def stated_seconds(rows_N: NDArray[np.int64]) -> Float32:
+    """``(1 + row) / 8`` for each sample: exact in float32."""
+    return ((1 + rows_N) / 8).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeScript:
     """What the fake does beyond the default; every field changes one thing.

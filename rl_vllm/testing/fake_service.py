@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rl_vllm.errors import BadPromptError, ConfigError, DeadlineError, GenerationError
-from rl_vllm.testing.answers import FAKE_MODEL, FakeRequest, FakeScript, FakeWeights, answer, requests_of
+from rl_vllm.testing.answers import (
+    FAKE_MODEL,
+    FakeRequest,
+    FakeScript,
+    FakeWeights,
+    answer,
+    requests_of,
+    stated_seconds,
+)
 from rl_vllm.types import (
     BadPrompt,
     CommitReport,
@@ -128,7 +136,7 @@ class FakeService:
         requests = [
             request for row in range(len(prompts)) if row not in failures for request in self._requests(call, row)
         ]
-        return answer(requests, self.script, version, failures, replica=actor_index or 0)
+        return _timed(answer(requests, self.script, version, failures, replica=actor_index or 0))
 
     async def agenerate_batch(
         self,
@@ -200,9 +208,8 @@ class FakeService:
             marked = {row: failures[row]} if call.on_bad_prompt is BadPrompt.MARK else {}
             whole, samples = answer([], self.script, 0, marked), np.zeros(0, np.intp)
         else:
-            whole = answer(
-                self._requests(call, row), self.script, self._weights.version, {}, replica=call.actor_index or 0
-            )
+            version, replica = self._weights.version, call.actor_index or 0
+            whole = _timed(answer(self._requests(call, row), self.script, version, {}, replica=replica))
             samples = np.arange(len(whole))
         asked = [call.sampling] if isinstance(call.sampling, SamplingConfig) else call.sampling
         whole = whole.filled(
@@ -244,6 +251,10 @@ class FakeService:
             report = self._weights.commit(update, kv)
             self.commit_calls.append(CommitCall(update, in_flight, kv, timeout_s))
         return (report,) * self._num_replicas
+
+
+def _timed(batch: CompletionBatch) -> CompletionBatch:
+    return replace(batch, seconds_N=stated_seconds(batch.numbers_N))
 
 
 def _bad_rows(prompts: PromptBatch, info: ModelInfo) -> dict[int, str]:

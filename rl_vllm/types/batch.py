@@ -161,6 +161,7 @@ class CompletionBatch:
         top_logprobs: Per sample the engine's alternatives ``({id: logprob}, ...)``, only when asked for.
         prompt_logprobs: Per sample its prompt tokens' logprobs, float32 [prompt length], NaN where unknown
             (the first token always), only when asked for.
+        seconds_N: float32 [N], from the call to the sample's arrival at the driver; None where nobody measured it.
     """
 
     numbers_N: Int64
@@ -175,6 +176,7 @@ class CompletionBatch:
     failures: tuple[RequestFailure, ...] = ()
     top_logprobs: tuple[tuple[dict[int, float], ...], ...] | None = None
     prompt_logprobs: tuple[Float32, ...] | None = None
+    seconds_N: Float32 | None = None
 
     def __len__(self) -> int:
         return len(self.numbers_N)
@@ -207,6 +209,10 @@ class CompletionBatch:
     def with_failures(self, failures: Iterable[RequestFailure]) -> CompletionBatch:
         """The same samples with other failures."""
         return replace(self, failures=tuple(failures))
+
+    def arrived(self, seconds: float) -> CompletionBatch:
+        """The same samples, all of which came ``seconds`` after the call."""
+        return replace(self, seconds_N=np.full(len(self), seconds, np.float32))
 
     def filled(self, *, top_logprobs: bool, prompt_lengths_B: Int64 | None) -> CompletionBatch:
         """The same samples with optional columns that others of their batch asked for.
@@ -261,6 +267,7 @@ class CompletionBatch:
             failures=tuple(failure for part in parts for failure in part.failures),
             top_logprobs=_join_optional([part.top_logprobs for part in filled]),
             prompt_logprobs=_join_optional([part.prompt_logprobs for part in filled]),
+            seconds_N=_join_seconds([part.seconds_N for part in filled]),
         )
 
     def sorted_rows(self) -> CompletionBatch:
@@ -287,6 +294,7 @@ class CompletionBatch:
             failures=self.failures,
             top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs[i] for i in order_M),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs[i] for i in order_M),
+            seconds_N=None if self.seconds_N is None else self.seconds_N[order_M],
         )
 
 
@@ -296,3 +304,9 @@ def _join_optional(columns: list[tuple[Item, ...] | None]) -> tuple[Item, ...] |
     if not present:
         return None
     return tuple(item for column in present for item in column)
+
+
+def _join_seconds(columns: list[Float32 | None]) -> Float32 | None:
+    """Join arrival times; None when a part has none."""
+    present = [column for column in columns if column is not None]
+    return np.concatenate(present) if present and len(present) == len(columns) else None

@@ -179,3 +179,20 @@ def test_a_finish_reason_has_the_word_of_the_engine(word):
 def test_an_unknown_finish_reason_is_an_error():
     with pytest.raises(KeyError, match="NO_SUCH_REASON"):
         FinishReason.from_label("no_such_reason")
+
+
+def test_arrival_times_go_with_their_samples_and_are_unknown_when_a_part_has_none():
+    timed = three_samples(seconds_N=np.array([0.5, 0.25, 1.0], np.float32))
+    assert timed.sorted_rows().seconds_N.tolist() == [1.0, 0.25, 0.5]
+    later = timed.take(np.array([0])).arrived(3.0)
+    joined = CompletionBatch.concatenate([timed, CompletionBatch.empty(), later])
+    assert (joined.seconds_N.tolist(), joined.seconds_N.dtype) == ([0.5, 0.25, 1.0, 3.0], np.float32)
+    assert CompletionBatch.concatenate([timed, three_samples()]).seconds_N is None
+
+
+def test_columns_that_others_asked_for_are_filled_in():
+    filled = three_samples().filled(top_logprobs=True, prompt_lengths_B=np.array([0, 0, 0, 0, 2, 0, 0, 1]))
+    assert filled.top_logprobs == ((), (), ())
+    assert [np.isnan(row).tolist() for row in filled.prompt_logprobs] == [[True], [True], [True, True]]
+    assert filled.filled(top_logprobs=True, prompt_lengths_B=None).prompt_logprobs is filled.prompt_logprobs
+    assert three_samples().filled(top_logprobs=False, prompt_lengths_B=None).top_logprobs is None

@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from rl_vllm.errors import GenerationError, MissingLogprobError
 from rl_vllm.policy import PolicyOptions, VLLMPolicy
 from rl_vllm.testing.fake_service import FAKE_MODEL, FakeScript, FakeService
-from rl_vllm.types import BadPrompt, CompletionBatch, FinishReason, SamplingConfig
+from rl_vllm.types import BadPrompt, CompletionBatch, FinishReason, PromptBatch, SamplingConfig
 
 from .conftest import EOS, PAD, scripted
 
@@ -112,9 +112,20 @@ def test_facts_of_each_completion_stand_beside_its_tokens():
     assert facts["prompt_length"].tolist() == [4, 1, 2]
     assert facts["response_length"].tolist() == [2, 3, 2]
     assert facts["cached_tokens"].tolist() == [2, 0, 1]
+    assert_equal(facts["seconds"], [0.125, 0.25, 0.375], torch.float32)
     assert facts["valid"].tolist() == [True, True, True]
     assert facts["truncated"].tolist() == [False, True, False]
     assert facts[1]["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_arrival_of_a_row_without_completion_is_unknown():
+    service = FakeService(script=FakeScript(failures={0: "lost"}))
+    facts = VLLMPolicy(service, options=PolicyOptions(on_bad_prompt=BadPrompt.MARK))(tokens_td([[5], [6]]))
+    assert_equal(facts["completion", "seconds"], [NAN, 0.25], torch.float32)
+    service.script = FakeScript(
+        columns=replace(FakeService().generate_batch(PromptBatch.from_rows([[5]]), SamplingConfig()), seconds_N=None)
+    )
+    assert_equal(VLLMPolicy(service)(tokens_td([[5]]))["completion", "seconds"], [NAN], torch.float32)
 
 
 def test_unpadded_rows_hold_the_same_values_without_padding(two_rows):

@@ -203,3 +203,23 @@ async def test_nothing_to_do_ends_at_once():
     with running(*engines(1)) as service:
         assert await read(service, prompts(), TWO_TOKENS) == []
         assert len(await service.agenerate_batch(prompts(), [])) == 0
+
+
+async def test_every_sample_says_when_it_arrived():
+    (one,) = engines(1)
+    gates = gates_of(one, 4)
+    with running(one) as service:
+        stream = service.stream_batch(prompts([5], [6]), TWO_TOKENS)
+        gates[1].open()
+        chunks = [await anext(stream)]
+        await asyncio.sleep(0.05)
+        gates[0].open()
+        batch = CompletionBatch.concatenate([*chunks, *[chunk async for chunk in stream]])
+        assert batch.seconds_N.dtype == np.float32
+        assert 0 < batch.seconds_N[0] < batch.seconds_N[1] - 0.04
+        batch = batch.sorted_rows()
+        assert 0.05 < batch.seconds_N[0] < EVENTUALLY_S
+        gates[2].open()
+        gates[3].open()
+        whole = await service.agenerate_batch(prompts([5], [6]), TWO_TOKENS)
+        assert (whole.seconds_N > 0).all()
