@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import weakref
 from typing import Any
 
@@ -20,7 +19,6 @@ from rl_vllm.policy.inputs import (
     TEXT_KEY,
     TOKENS_KEY,
     PromptInput,
-    check_prompts,
     read_history,
     read_text,
     read_tokens,
@@ -28,17 +26,16 @@ from rl_vllm.policy.inputs import (
 from rl_vllm.policy.options import PolicyOptions
 from rl_vllm.policy.outputs import TextRows, padded_tensordict, ragged_tensordict, stack_rows
 from rl_vllm.policy.sampling import CallSeeds, SamplingLike, merge_sampling, names_samples, sampling_from
+from rl_vllm.policy.streaming import Asked, AsyncCalls, warn_of_failures
 from rl_vllm.policy.text import TextCodec
 from rl_vllm.protocols import GenerationService
-from rl_vllm.types import BadPrompt, CompletionBatch, PromptBatch, SamplingConfig
-
-logger = logging.getLogger(__name__)
+from rl_vllm.types import CompletionBatch, PromptBatch, SamplingConfig
 
 _IN_KEYS = {"tokens": TOKENS_KEY, "text": TEXT_KEY, "history": HISTORY_KEY}
 INPUT_MODES = tuple(_IN_KEYS)
 
 
-class VLLMPolicy(TensorDictModuleBase):
+class VLLMPolicy(AsyncCalls, TensorDictModuleBase):
     """Generates with a service, and writes TorchRL's tensorclasses with the weight version of each token.
 
     ``in_keys`` is ``[("tokens", "prompt")]``, ``[("text", "prompt")]`` or ``[("history", "prompt")]``; ``out_keys`` are
@@ -54,7 +51,9 @@ class VLLMPolicy(TensorDictModuleBase):
     (:class:`rl_vllm.policy.CallSeeds`): calls never repeat each other, and a run is repeated by its one seed.
     A seed given to a call is used as it is.
 
-    ``forward`` may be called from several threads at once.
+    ``forward`` may be called from several threads at once. On event loops, ``await policy.acall(td)`` does the same,
+    and ``policy.stream(td)`` yields rows as their samples finish; both need an
+    :class:`rl_vllm.protocols.AsyncGenerationService`.
 
     Args:
         service: Anything that implements :class:`rl_vllm.protocols.GenerationService`, running.
@@ -171,35 +170,43 @@ class VLLMPolicy(TensorDictModuleBase):
             ConfigError: An override is unknown, out of range, truncates, or changes the number of samples.
             GenerationError, DeadlineError, ServiceNotRunningError: As the service says.
         """
+        asked = self._ask(tensordict, tensordict_out, self._call_sampling(overrides))
+        return self._answer(asked, self._generate(asked), tensordict, tensordict_out)
+
+    def _ask(
+        self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None, sampling: SamplingConfig
+    ) -> Asked:
+        """Read a call's prompts."""
         _require_tensordict("tensordict", tensordict)
         if tensordict_out is not None:
             _require_tensordict("tensordict_out", tensordict_out)
-        sampling = self._call_sampling(overrides)
         batch_shape = tensordict.batch_size
         if batch_shape.numel():
             given = self._read(tensordict)
         else:
             given = PromptInput(PromptBatch.from_rows([]), text_B=[], device=tensordict.device)
-        completions = self._generate(given.prompts, sampling)
-        slots = slots_from(given.prompts, completions, n=sampling.n)
         shape = batch_shape if self.num_samples is None else torch.Size([*batch_shape, self.num_samples])
         device = tensordict.device if tensordict.device is not None else given.device
-        result = self._write(given, slots, sampling, shape, device)
-        return self._deliver(result, tensordict, tensordict_out)
+        return Asked(given, sampling, shape, device)
 
-    def _generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> CompletionBatch:
-        if self.options.on_bad_prompt is BadPrompt.RAISE:
-            check_prompts(prompts)
+    def _generate(self, asked: Asked) -> CompletionBatch:
+        prompts = self._checked(asked)
         completions = self._service.generate_batch(
-            prompts, sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
+            prompts, asked.sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
         )
-        if completions.failures:
-            first = completions.failures[0]
-            logger.warning(
-                "%d of %d prompts got no completion; first, prompt %d: %s",
-                len(completions.failures), len(prompts), first.number, first.reason,
-            )  # fmt: skip
+        warn_of_failures(completions, len(prompts))
         return completions
+
+    @torch.no_grad()
+    def _answer(
+        self,
+        asked: Asked,
+        completions: CompletionBatch,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None,
+    ) -> TensorDictBase:
+        slots = slots_from(asked.given.prompts, completions, n=asked.sampling.n)
+        return self._deliver(self._write(asked, slots, pad=self.pad_output), tensordict, tensordict_out)
 
     def _read(self, tensordict: TensorDictBase) -> PromptInput:
         if self.input_mode == "tokens":
@@ -207,19 +214,13 @@ class VLLMPolicy(TensorDictModuleBase):
         assert self._codec is not None
         return (read_text if self.input_mode == "text" else read_history)(tensordict, self._codec)
 
-    def _write(
-        self,
-        given: PromptInput,
-        slots: Slots,
-        sampling: SamplingConfig,
-        shape: torch.Size,
-        device: torch.device | None,
-    ) -> TensorDictBase:
+    def _write(self, asked: Asked, slots: Slots, *, pad: bool) -> TensorDictBase:
+        given, sampling, shape = asked.given, asked.sampling, asked.shape
         text = self._text_of(given, slots, sampling)
         facts: dict[str, Any] = {
-            "shape": shape, "device": device, "logprobs_mode": self._info.logprobs_mode, "text": text,
+            "shape": shape, "device": asked.device, "logprobs_mode": self._info.logprobs_mode, "text": text,
         }  # fmt: skip
-        if self.pad_output or not len(slots):
+        if pad or not len(slots):
             columns = padded_columns(slots, pad_token_id=self._pad_token_id)
             result = padded_tensordict(columns, slots, **facts)
         else:
