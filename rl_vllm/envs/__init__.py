@@ -8,8 +8,10 @@ from rl_vllm.envs.rewards import Reward, Rewards, Score
 from rl_vllm.envs.rollout import Rollout, RolloutSetup
 from rl_vllm.envs.rollout_env import RolloutEnv
 from rl_vllm.envs.rollout_task import RolloutTask
+from rl_vllm.envs.sandbox import PythonSandbox
 from rl_vllm.envs.sources import PromptSource, as_source, first_messages
 from rl_vllm.envs.tasks import TaskConfig, TaskSplits, load_task
+from rl_vllm.envs.tools import ToolCall, ToolUse, parse_tool_calls
 
 __all__ = [
     "Entry",
@@ -21,6 +23,7 @@ __all__ = [
     "PromptSet",
     "PromptSource",
     "PromptStream",
+    "PythonSandbox",
     "Reply",
     "Reward",
     "RewardFunction",
@@ -32,8 +35,11 @@ __all__ = [
     "Score",
     "TaskConfig",
     "TaskSplits",
+    "ToolCall",
+    "ToolUse",
     "as_source",
     "first_messages",
     "load_task",
     "make_env",
+    "parse_tool_calls",
 ]

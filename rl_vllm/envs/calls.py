@@ -52,9 +52,10 @@ def function_name(function: Callable[..., Any]) -> str:
     """What to call a function in messages."""
     if isinstance(function, functools.partial):
         return function_name(function.func)
-    if inspect.isroutine(function) or inspect.isclass(function):
-        return function.__name__
-    return type(function).__name__
+    try:
+        return str(function.__name__)
+    except AttributeError:
+        return type(function).__name__
 
 
 def _is_coroutine_function(function: Callable[..., Any]) -> bool:
