@@ -2,6 +2,7 @@
 
 from rl_vllm.envs.env import PromptStream, make_env
 from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
+from rl_vllm.envs.games import GymnasiumText, TextEnv
 from rl_vllm.envs.prompts import Entry, PromptSet, RewardFunction
 from rl_vllm.envs.reward import PromptReward
 from rl_vllm.envs.rewards import Reward, Rewards, Score
@@ -10,12 +11,13 @@ from rl_vllm.envs.rollout_env import RolloutEnv
 from rl_vllm.envs.rollout_task import RolloutTask
 from rl_vllm.envs.sandbox import PythonSandbox
 from rl_vllm.envs.sources import PromptSource, as_source, first_messages
-from rl_vllm.envs.tasks import TaskConfig, TaskSplits, load_task
+from rl_vllm.envs.tasks import TaskConfig, TaskSplits, from_prompt_set, load_task
 from rl_vllm.envs.tools import ToolCall, ToolUse, parse_tool_calls
 
 __all__ = [
     "Entry",
     "Finished",
+    "GymnasiumText",
     "Interaction",
     "InteractionFactory",
     "Message",
@@ -35,10 +37,12 @@ __all__ = [
     "Score",
     "TaskConfig",
     "TaskSplits",
+    "TextEnv",
     "ToolCall",
     "ToolUse",
     "as_source",
     "first_messages",
+    "from_prompt_set",
     "load_task",
     "make_env",
     "parse_tool_calls",

@@ -9,6 +9,8 @@ from typing import Any
 
 from rl_vllm.config import require_at_least
 from rl_vllm.envs.prompts import Entry, PromptSet
+from rl_vllm.envs.rewards import Reward
+from rl_vllm.envs.sources import PromptSource
 from rl_vllm.errors import BadInputError, ConfigError
 
 # reasoning-gym draws entry ``i`` of a dataset from ``Random(seed + i)``: neighbouring seeds would give the same entries
@@ -74,6 +76,19 @@ def load_task(config: TaskConfig) -> TaskSplits:
     return TaskSplits(
         *(PromptSet(entries, last.score, examples, config.system_prompt) for entries in (train, held_out)),
     )
+
+
+def from_prompt_set(
+    prompts: PromptSet, *, seed: int | None = None, epochs: int | None = 1
+) -> tuple[PromptSource, Reward]:
+    """A prompt set, such as :func:`load_task` draws from reasoning-gym, as a source and the reward that belongs to it.
+
+    Args:
+        prompts: Its examples and system prompt are part of every chat.
+        seed: See :class:`PromptSource`.
+        epochs: See :class:`PromptSource`.
+    """
+    return PromptSource(prompts, seed=seed, epochs=epochs), Reward(prompts.reward)
 
 
 class _Stream:
