@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -101,4 +102,5 @@ class Asker:
             finish=finish,
             stop=batch.stops_N[index],
             num_cached=int(batch.cached_N[index]),
+            seconds=math.nan if batch.seconds_N is None else float(batch.seconds_N[index]),
         )

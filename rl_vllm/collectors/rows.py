@@ -134,4 +134,5 @@ def _slots(segments: list[Segment]) -> Slots:
         cached_S=np.array([sum(answer.num_cached for answer in s.answers) for s in segments], np.int64),
         valid_S=np.ones(len(segments), np.bool_),
         top_logprobs_S=None,
+        seconds_S=np.array([sum(answer.seconds for answer in s.answers) for s in segments], np.float32),
     )

@@ -11,6 +11,7 @@ what the model sampled, are one segment ``u u E h | a a E | u E h | a E`` whose 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class Answer:
         finish: A :class:`rl_vllm.types.FinishReason` number.
         stop: Stop string or id, or None.
         num_cached: Prompt tokens read from the prefix cache.
+        seconds: From the request to its answer; NaN when it is not known.
     """
 
     tokens_T: NDArray[np.int32]
@@ -49,6 +51,7 @@ class Answer:
     finish: int
     stop: str | int | None = None
     num_cached: int = 0
+    seconds: float = math.nan
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from rl_vllm.envs.episode import InteractionFactory
 from rl_vllm.envs.rewards import RewardLike, Rewards
 from rl_vllm.envs.rollout import RolloutSetup
 from rl_vllm.envs.sources import PromptData, PromptSource, as_source
+from rl_vllm.envs.tools import ToolUse
 from rl_vllm.policy import VLLMPolicy
 
 
@@ -19,7 +20,8 @@ class RolloutTask:
             generator function, a :class:`rl_vllm.envs.PromptSet`, a :class:`rl_vllm.envs.PromptSource`.
         reward: One function or several; see :class:`rl_vllm.envs.Rewards`.
         policy: Who answers; its tokenizer and chat template render the chats.
-        interaction: Makes the other side of each multi-turn rollout; None means one turn.
+        interaction: Makes the other side of each multi-turn rollout; None means one turn. Of a
+            :class:`rl_vllm.envs.ToolUse`, the schemas are shown by the template unless ``tools`` says otherwise.
         settings: Further fields of :class:`rl_vllm.envs.RolloutSetup`.
 
     Attributes:
@@ -43,4 +45,6 @@ class RolloutTask:
     ) -> None:
         self.source: PromptSource = as_source(prompts)
         self.rewards = reward if isinstance(reward, Rewards) else Rewards(reward)
+        if isinstance(interaction, ToolUse):
+            settings.setdefault("tools", interaction.schemas)
         self.setup = RolloutSetup.of(policy, interaction=interaction, **settings)
