@@ -186,6 +186,7 @@ class ServiceConfig:
         request_timeout_s: Limit for one ``generate`` call, in seconds, unless the call sets its own.
         rpc_timeout_s: Limit for every other call to a replica, in seconds.
         shutdown_timeout_s: Limit for a replica to stop before it is killed, in seconds.
+        name: What other processes know the service by, unique among those of this process; None means a random one.
     """
 
     engine: EngineConfig
@@ -199,8 +200,11 @@ class ServiceConfig:
     request_timeout_s: float = 3600.0
     rpc_timeout_s: float = 60.0
     shutdown_timeout_s: float = 20.0
+    name: str | None = None
 
     def __post_init__(self) -> None:
+        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+            raise ConfigError(f"name must be a text of at least one character, or None, got {self.name!r}")
         require_at_least("num_replicas", self.num_replicas, 1)
         require_member("on_overload", self.on_overload, Overload)
         if self.max_outstanding_requests is not None:

@@ -14,6 +14,7 @@ from rl_vllm.config import require_at_least, require_choice
 from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.policy.chats import chat_history, spoken_rows
 from rl_vllm.policy.columns import Slots, padded_columns, ragged_columns, slots_from
+from rl_vllm.policy.copies import Copied
 from rl_vllm.policy.inputs import (
     HISTORY_KEY,
     TEXT_KEY,
@@ -35,7 +36,7 @@ _IN_KEYS = {"tokens": TOKENS_KEY, "text": TEXT_KEY, "history": HISTORY_KEY}
 INPUT_MODES = tuple(_IN_KEYS)
 
 
-class VLLMPolicy(AsyncCalls, TensorDictModuleBase):
+class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
     """Generates with a service, and writes TorchRL's tensorclasses with the weight version of each token.
 
     ``in_keys`` is ``[("tokens", "prompt")]``, ``[("text", "prompt")]`` or ``[("history", "prompt")]``; ``out_keys`` are
@@ -53,7 +54,8 @@ class VLLMPolicy(AsyncCalls, TensorDictModuleBase):
 
     ``forward`` may be called from several threads at once. On event loops, ``await policy.acall(td)`` does the same,
     and ``policy.stream(td)`` yields rows as their samples finish; both need an
-    :class:`rl_vllm.protocols.AsyncGenerationService`.
+    :class:`rl_vllm.protocols.AsyncGenerationService`. A policy can be pickled when its service can; a copy's calls have
+    seeds of their own.
 
     Args:
         service: Anything that implements :class:`rl_vllm.protocols.GenerationService`, running.

@@ -97,16 +97,42 @@ class CallSeeds:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._copies = 0
+        # What makes the seeds of a copy others than those of the original, which has none.
+        self._key: int | None = None
         self._lock = threading.Lock()
+
+    def derived(self) -> CallSeeds:
+        """Seeds for a copy: none of the original's, nor of another copy's, all determined by the order of copying."""
+        with self._lock:
+            self._copies += 1
+            copy = self._copies
+        seeds = CallSeeds()
+        seeds._key = _splitmix64(((self._key or 0) + copy * _GOLDEN_GAMMA) & _MASK_64)
+        return seeds
 
     def next(self, base: int | None) -> int | None:
         """The seed of the next call; None stays None: the engine's own stream never repeats."""
         with self._lock:
             call = self._calls
             self._calls += 1
-        if base is None or call == 0:
+        if base is None:
+            return None
+        if self._key is not None:
+            start = _splitmix64((base & _MASK_64) ^ self._key)
+            # Above 62 bits, where the original has none.
+            return (_splitmix64((start + call * _GOLDEN_GAMMA) & _MASK_64) >> 2) | 1 << 62
+        if call == 0:
             return base
         return _splitmix64((base + call * _GOLDEN_GAMMA) & _MASK_64) >> 2
+
+    def __getstate__(self) -> dict[str, int | None]:
+        with self._lock:
+            return {"_calls": self._calls, "_copies": self._copies, "_key": self._key}
+
+    def __setstate__(self, state: dict[str, int | None]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
 
 def _splitmix64(state: int) -> int:

@@ -44,6 +44,13 @@ class TextCodec:
         self._chat_template_name = chat_template_name
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
     def encode(self, text_B: Sequence[str]) -> tuple[Int32, Int64]:
         """Ids of plain prompts, with the special tokens the tokenizer adds.
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from rl_vllm.config import EngineConfig, ServiceConfig
 from rl_vllm.errors import ConfigError, ServiceNotRunningError
-from rl_vllm.service.calls import GRACE_S, blocking, long_limit, on_loop, own_limit
+from rl_vllm.service.calls import GRACE_S, blocking, long_limit, on_loop, own_limit, rpc_limit
 from rl_vllm.service.controls import ControlCalls
 from rl_vllm.service.core import Core
 from rl_vllm.service.executors import Executor, ExecutorChoice, executor_for
+from rl_vllm.service.front_door import FrontDoor, attach
+from rl_vllm.service.line import Hello, Ticket
 from rl_vllm.service.loop import LoopThread, with_deadline
 from rl_vllm.service.memory import MemoryCalls
 from rl_vllm.service.overview import OverviewCalls
@@ -35,6 +39,9 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
 
     Methods block and may be called from any thread; what waits has a twin whose name begins with ``a``, to be awaited
     on any event loop. :meth:`launch` starts a service in one call.
+
+    A running service can be pickled: unpickled in this process it is itself, in another one a
+    :class:`rl_vllm.service.remote.RemoteService` that asks this process, as long as it lives. Copies are itself, too.
 
     Args:
         engine_args: Our settings, vLLM's, or a whole service's, which also says how many replicas there are.
@@ -62,6 +69,8 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
         self._actor_class = actor_class
         self._chosen = executor
         self._executor: Executor | None = None
+        self.name = self.config.name or f"service-{secrets.token_hex(6)}"
+        self.door = FrontDoor(self, self.name, Hello(self.config.request_timeout_s, rpc_limit(self.config)))
 
     @classmethod
     def launch(
@@ -271,6 +280,8 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
                 loop.close()
             finally:
                 executor.release()
+                # Last: calls from other processes are told what has become of them.
+                self.door.close()
 
     async def _close_on_loop(self) -> None:
         # First: they would start again what is stopped now, or take it for a death.
@@ -283,6 +294,13 @@ class VLLMService(StreamingCalls, ControlCalls, MemoryCalls, OverviewCalls):
     async def ashutdown(self) -> None:
         """As :meth:`shutdown`, awaited on any event loop."""
         await asyncio.to_thread(self.shutdown)
+
+    def __reduce__(self) -> tuple[Callable[[Ticket], object], tuple[Ticket]]:
+        self._running("pickling it")
+        return attach, (self.door.ticket(),)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
 
     def __enter__(self) -> Self:
         if self._state == "not launched":

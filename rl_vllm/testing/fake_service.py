@@ -102,6 +102,14 @@ class FakeService:
         self._weights = FakeWeights()
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, object]:
+        """By value: a copy knows the calls so far, and shares nothing."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
     @property
     def num_replicas(self) -> int:
         return self._num_replicas
