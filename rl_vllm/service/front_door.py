@@ -9,6 +9,7 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
@@ -92,8 +93,9 @@ class FrontDoor:
             if self.is_closed or os.getpid() != self._pid:
                 return
             self.is_closed = True
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in list(self._guests):
-            thread.join(CLOSE_TIMEOUT_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 logger.warning("a call from another process did not end within %g s", CLOSE_TIMEOUT_S)
 

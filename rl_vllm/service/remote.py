@@ -216,14 +216,16 @@ class Line:
 
     async def aask(self, call: str, args: tuple[Any, ...], options: dict[str, Any], limit_s: float) -> Any:
         """As :meth:`ask`, awaited; its user closes the connection whatever happens."""
+        deadline = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
+            async with deadline:
                 await asyncio.to_thread(self._use, lambda: self._pipe.send((call, args, options)))
                 await readable(self._pipe)
                 done, value = await asyncio.to_thread(self._use, self._pipe.recv)
-        except TimeoutError:
-            raise DeadlineError(f"{call}() of {self._where}", limit_s) from None
         except (EOFError, OSError) as error:
+            # A machine that has gone is told of by a TimeoutError, too.
+            if deadline.expired():
+                raise DeadlineError(f"{call}() of {self._where}", limit_s) from None
             raise self._gone(call, error) from error
         if not done:
             raise value

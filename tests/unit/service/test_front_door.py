@@ -246,3 +246,16 @@ def test_an_owner_that_does_not_answer_is_not_waited_for_forever(monkeypatch):
         with pytest.raises(ServiceNotRunningError, match=r"no word within 0\.1 s"):
             RemoteService(ticket, attach).model_info()
         assert time.monotonic() - started < 10
+
+
+async def test_a_deadline_of_the_wait_itself_is_told_from_a_broken_connection(monkeypatch):
+    monkeypatch.setattr("rl_vllm.service.remote._GRACE_S", -0.05)
+    (one,) = engines(1)
+    one.script = replace(one.script, gate=lambda _request: Gate())
+    with running(one) as service:
+        remote = from_elsewhere(service)
+        with pytest.raises(DeadlineError, match=r"generate_batch\(\) of service"):
+            await remote.agenerate_batch(prompts([5]), TWO_TOKENS, timeout_s=0.2)
+        with pytest.raises(DeadlineError, match=r"generate_batch\(\) of service"):
+            await asyncio.to_thread(remote.generate_batch, prompts([5]), TWO_TOKENS, timeout_s=0.2)
+        await until(lambda: len(one.aborted) == 2)
