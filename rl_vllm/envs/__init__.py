@@ -13,6 +13,7 @@ from rl_vllm.envs.sandbox import PythonSandbox
 from rl_vllm.envs.sources import PromptSource, as_source, first_messages
 from rl_vllm.envs.tasks import TaskConfig, TaskSplits, from_prompt_set, load_task
 from rl_vllm.envs.tools import ToolCall, ToolUse, parse_tool_calls
+from rl_vllm.envs.verifiers import VerifiersRollouts, from_verifiers
 
 __all__ = [
     "Entry",
@@ -40,9 +41,11 @@ __all__ = [
     "TextEnv",
     "ToolCall",
     "ToolUse",
+    "VerifiersRollouts",
     "as_source",
     "first_messages",
     "from_prompt_set",
+    "from_verifiers",
     "load_task",
     "make_env",
     "parse_tool_calls",
