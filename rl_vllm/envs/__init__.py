@@ -10,7 +10,7 @@ from rl_vllm.envs.rollout import Rollout, RolloutSetup
 from rl_vllm.envs.rollout_env import RolloutEnv
 from rl_vllm.envs.rollout_task import RolloutTask
 from rl_vllm.envs.sandbox import PythonSandbox
-from rl_vllm.envs.sources import PromptSource, as_source, first_messages
+from rl_vllm.envs.sources import IndexedRows, PromptSource, as_source, first_messages
 from rl_vllm.envs.tasks import TaskConfig, TaskSplits, from_prompt_set, load_task
 from rl_vllm.envs.tools import ToolCall, ToolUse, parse_tool_calls
 from rl_vllm.envs.verifiers import VerifiersRollouts, from_verifiers
@@ -19,6 +19,7 @@ __all__ = [
     "Entry",
     "Finished",
     "GymnasiumText",
+    "IndexedRows",
     "Interaction",
     "InteractionFactory",
     "Message",

@@ -41,11 +41,11 @@ _DRAIN_S = 1.0
 class PythonSandbox:
     """The tool ``run_python``: runs code in a fresh interpreter and returns what it printed.
 
-    This guards against accidents, not against attackers. The code has no input and a short environment, starts in an
-    empty folder that is deleted afterwards, and is limited in time, memory, size of files and output; unless it runs as
-    root, it can start no process and no thread. It is killed with its whole process group. But it runs as the same user
-    on the same machine: it can read and delete that user's files, use the network, and leave its process group. Run
-    code of a model that might mean harm in a container or a virtual machine.
+    For Linux. This guards against accidents, not against attackers. The code has no input and a short environment,
+    starts in an empty folder that is deleted afterwards, and is limited in time, memory, size of files and output;
+    unless it runs as root, it can start no process and no thread. It is killed with its whole process group. But it
+    runs as the same user on the same machine: it can read and delete that user's files, use the network, and leave its
+    process group. Run code of a model that might mean harm in a container or a virtual machine.
 
     Args:
         timeout_s: Wall-clock time of one call; its processor time is limited to a second more.

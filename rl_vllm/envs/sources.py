@@ -16,14 +16,16 @@ from rl_vllm.errors import BadInputError, ConfigError
 
 
 @runtime_checkable
-class _Indexed(Sized, Protocol):
+class IndexedRows(Sized, Protocol):
     """Rows by number: a list, a tuple, a ``datasets.Dataset``."""
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any:
+        """The row of a number from 0 on."""
+        ...
 
 
 # What a prompt source reads; ``PromptSource`` says what each is.
-PromptData: TypeAlias = "PromptSet | _Indexed | Iterable[Any] | Callable[[], Iterator[Any]] | str | Path"
+PromptData: TypeAlias = "PromptSet | IndexedRows | Iterable[Any] | Callable[[], Iterator[Any]] | str | Path"
 
 
 class PromptSource:
@@ -106,7 +108,7 @@ class PromptSource:
             raise BadInputError(f"the data is a mapping of {keys}: choose one split, or put a single row into a list")
         elif isinstance(data, set | frozenset):
             raise BadInputError("the data is a set, which has no order to resume in: give sorted(data)")
-        elif isinstance(data, _Indexed):
+        elif isinstance(data, IndexedRows):
             self._rows = _Rows(data, check=isinstance(data, list | tuple))
         elif isinstance(data, Iterator):
             self._once = data
@@ -166,7 +168,7 @@ def first_messages(entry: Entry, system_prompt: str | None = None) -> list[Messa
 class _Rows:
     """Rows with numbers, as entries."""
 
-    def __init__(self, rows: _Indexed, *, check: bool) -> None:
+    def __init__(self, rows: IndexedRows, *, check: bool) -> None:
         self._rows = rows
         if len(rows) == 0:
             raise BadInputError("the data is empty: a prompt source needs at least one row")

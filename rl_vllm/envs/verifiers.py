@@ -87,14 +87,13 @@ def from_verifiers(
             raise ConfigError(
                 f"{found} replaces {expected}.{method}, which is not used here: write it as a Reward or interaction"
             )
-    chats = _States()
+    rollouts = VerifiersRollouts(environment, timeout_s=timeout_s)
     rewards = [
-        Reward(_RubricFunction(function, objects, chats), weight, function_name(function), whole=True)
+        Reward(_RubricFunction(function, objects, rollouts.chats), weight, function_name(function), whole=True)
         for function, weight, objects in functions
     ]
     is_single = any(base.__name__ == "SingleTurnEnv" for base in kind.__mro__)
-    rollouts = None if is_single else VerifiersRollouts(environment, chats, timeout_s)
-    return PromptSource(data, seed=seed, epochs=epochs), rewards, rollouts
+    return PromptSource(data, seed=seed, epochs=epochs), rewards, None if is_single else rollouts
 
 
 class VerifiersRollouts:
@@ -103,9 +102,9 @@ class VerifiersRollouts:
     The calls of a ``ToolEnv`` are read from the answer as :func:`parse_tool_calls` does.
     """
 
-    def __init__(self, environment: Any, chats: _States, timeout_s: float) -> None:
+    def __init__(self, environment: Any, *, timeout_s: float) -> None:
         self.environment = environment
-        self.chats = chats
+        self.chats = _States()
         self.timeout_s = timeout_s
 
     @property

@@ -257,7 +257,10 @@ def test_what_cannot_be_taken_apart_is_refused(environment, complaint):
 
 @pytest.fixture
 def verifiers():
-    return pytest.importorskip("verifiers")
+    package = pytest.importorskip("verifiers")
+    if package.__version__ not in ("0.1.3", "0.1.4", "0.1.5", "0.1.6", "0.1.7"):
+        pytest.skip(f"verifiers {package.__version__} has another interface")
+    return package
 
 
 def data():
