@@ -16,14 +16,10 @@ from tensordict import NonTensorData, TensorDictBase, is_tensor_collection, lazy
 from torchrl.data.llm import History
 
 from rl_vllm.errors import BadInputError, BadPromptError
+from rl_vllm.policy.keys import PolicyKeys
 from rl_vllm.policy.options import Key
 from rl_vllm.policy.text import TextCodec
 from rl_vllm.types import PromptBatch
-
-TOKENS_KEY = ("tokens", "prompt")
-TEXT_KEY = ("text", "prompt")
-HISTORY_KEY = ("history", "prompt")
-MASKS_KEY = ("masks", "all_attention_mask")
 
 _INT32 = np.iinfo(np.int32)
 
@@ -36,76 +32,97 @@ class PromptInput:
         prompts: B rows, the tensordict's batch flattened row after row.
         text_B: The prompts as text when they came as text or chats, else None.
         history: ``History`` [B, turns] when they came as chats, else None.
+        ids_BL: int64 [B, L], the padded tensor they came as, or None when they did not come as one.
+        mask_BL: bool [B, L], where the ids are in it.
         device: Where the prompts were, or None when they were not tensors.
     """
 
     prompts: PromptBatch
     text_B: list[str] | None = None
     history: Any = None
+    ids_BL: NDArray[np.int64] | None = None
+    mask_BL: NDArray[np.bool_] | None = None
     device: torch.device | None = None
 
 
-def read_tokens(td: TensorDictBase, attention_mask_key: Key) -> PromptInput:
-    """Prompts given as ids under ``("tokens", "prompt")``.
+def read_tokens(td: TensorDictBase, keys: PolicyKeys, attention_mask_key: Key, *, entry: str = "prompt") -> PromptInput:
+    """Sequences given as ids under ``("tokens", entry)``.
 
     Args:
         td: Holds one of: an integer tensor [*batch, L]; a nested tensor [B, ragged]; a list of B ids sequences; a lazy
             stack of 1-D tensors. A padded tensor may come with a boolean or 0/1 mask of the same shape under
             ``attention_mask_key``, or under ``("masks", "all_attention_mask")`` as TorchRL's wrappers read it; padding
             may be on either side. Without a mask every id is real: no id is taken for padding because of its value.
+        keys: The names of the groups.
         attention_mask_key: Where the mask is.
+        entry: ``prompt``, or ``full`` for whole sequences.
 
     Raises:
         BadInputError: The entry is missing, not integer, or of the wrong rank; or the mask has another shape, or
             a value that is neither 0 nor 1.
     """
-    value = _read(td, TOKENS_KEY)
+    key = keys.within("tokens", entry)
+    value = _read(td, key)
+    own_mask_key = keys.within("masks", "all_attention_mask")
     mask = _read_mask(td, attention_mask_key)
     explicit = mask is not None
-    mask_key = attention_mask_key if explicit else MASKS_KEY
-    if mask is None and td.get(("tokens", "full"), None, as_list=True) is None:
+    place = _Place(key, attention_mask_key if explicit else own_mask_key, explicit=explicit)
+    is_whole = td.get(keys.within("tokens", "full"), None, as_list=True) is not None
+    if entry == "full" and (mask is None or not _is_shaped_like(mask, value)):
+        # A prompt's mask may still be there; the whole sequence has its own.
+        mask = _read_mask(td, own_mask_key)
+        place = _Place(key, own_mask_key, explicit=mask is not None)
+    elif mask is None and not is_whole:
         # TorchRL's masks describe the whole sequence; only before there is one can they describe the prompt.
-        mask = _read_mask(td, MASKS_KEY)
+        mask = _read_mask(td, own_mask_key)
     if isinstance(value, torch.Tensor) and not value.is_nested:
-        return _from_padded(value, td.batch_size, mask, mask_key=mask_key, explicit=explicit)
-    rows = _rows(value, td.batch_size.numel())
+        return _from_padded(value, td.batch_size, mask, place)
+    rows = _rows(value, td.batch_size.numel(), key)
     widths = {len(row) for row in rows}
     if mask is not None and len(widths) == 1:
         stacked = torch.as_tensor(np.stack(rows))
         stacked_mask = mask if isinstance(mask, torch.Tensor) else _stack_mask(mask)
-        return _from_padded(stacked, stacked.shape[:1], stacked_mask, mask_key=mask_key, explicit=explicit)
+        return _from_padded(stacked, stacked.shape[:1], stacked_mask, place)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     flat = np.concatenate([*rows, np.zeros(0, np.int64)])
     return PromptInput(_pack(flat, lengths), device=_device_of(value))
 
 
-def read_text(td: TensorDictBase, codec: TextCodec) -> PromptInput:
-    """Prompts given as strings under ``("text", "prompt")``.
+def read_text(td: TensorDictBase, keys: PolicyKeys, codec: TextCodec, *, entry: str = "prompt") -> PromptInput:
+    """Sequences given as strings under ``("text", entry)``.
 
     Raises:
         BadInputError: The entry is missing, or holds something that is not a string.
     """
-    text = _strings(_read(td, TEXT_KEY), td.batch_size.numel())
+    key = keys.within("text", entry)
+    text = _strings(_read(td, key), td.batch_size.numel(), key)
     return PromptInput(PromptBatch(*codec.encode(text)), text_B=text)
 
 
-def read_history(td: TensorDictBase, codec: TextCodec) -> PromptInput:
-    """Prompts given as a ``History`` [*batch, turns] under ``("history", "prompt")``.
+def read_chats(td: TensorDictBase, keys: PolicyKeys, *, entry: str) -> Any:
+    """The ``History`` [B, turns] under ``("history", entry)``.
 
     Raises:
         BadInputError: The entry is missing, no ``History``, or without an axis for turns.
     """
-    history = _read(td, HISTORY_KEY)
+    key = keys.within("history", entry)
+    history = _read(td, key)
     if not isinstance(history, History):
         raise BadInputError(
-            f"{HISTORY_KEY} must be a torchrl.data.llm.History, got {type(history).__name__}: "
+            f"{key} must be a torchrl.data.llm.History, got {type(history).__name__}: "
             "build one with History.from_chats([[{'role': 'user', 'content': ...}], ...])"
         )
     if history.batch_dims != 2:
         raise BadInputError(
-            f"{HISTORY_KEY} must have the tensordict's batch shape and one axis for turns, got batch size "
+            f"{key} must have the tensordict's batch shape and one axis for turns, got batch size "
             f"{tuple(history.batch_size)} for {td.batch_size.numel()} prompts"
         )
+    return history
+
+
+def read_history(td: TensorDictBase, keys: PolicyKeys, codec: TextCodec) -> PromptInput:
+    """Prompts given as a ``History`` [*batch, turns] under ``("history", "prompt")``; raises as :func:`read_chats`."""
+    history = read_chats(td, keys, entry="prompt")
     text = codec.render(history)
     return PromptInput(PromptBatch(*codec.encode_rendered(text)), text_B=text, history=history)
 
@@ -131,15 +148,30 @@ def check_prompts(prompts: PromptBatch) -> None:
         )
 
 
-def _read(td: TensorDictBase, key: tuple[str, str]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where ids and their mask are, and whether the mask is certainly theirs."""
+
+    key: Key
+    mask_key: Key
+    explicit: bool
+
+
+def _is_shaped_like(mask: Any, value: Any) -> bool:
+    if isinstance(mask, torch.Tensor) and isinstance(value, torch.Tensor):
+        return not value.is_nested and mask.shape == value.shape
+    return type(mask) is type(value)
+
+
+def _read(td: TensorDictBase, key: tuple[str, ...]) -> Any:
     """The entry with the batch flattened: a tensor keeps its shape, everything else has one axis of B."""
-    group = td.get(key[0], None)
+    group = td.get(key[:-1], None)
     value = None
     if is_tensor_collection(group):
-        value = group.get(key[1], as_list=True)
+        value = group.get(key[-1], as_list=True)
         if value is not None and not isinstance(value, torch.Tensor) and td.ndim != 1:
             flat = group.reshape(-1) if td.ndim else lazy_stack([group])
-            value = flat.get(key[1], as_list=True)
+            value = flat.get(key[-1], as_list=True)
         if isinstance(value, list) and value and is_tensor_collection(value[0]):
             value = lazy_stack(value)
     if value is None:
@@ -159,33 +191,30 @@ def _stack_mask(mask: Sequence[Any]) -> Any:
     return torch.stack(rows) if len({row.shape for row in rows}) == 1 else mask
 
 
-def _from_padded(ids: torch.Tensor, batch_size: torch.Size, mask: Any, *, mask_key: Key, explicit: bool) -> PromptInput:
+def _from_padded(ids: torch.Tensor, batch_size: torch.Size, mask: Any, place: _Place) -> PromptInput:
     if ids.ndim != len(batch_size) + 1 or ids.shape[:-1] != batch_size:
         raise BadInputError(
-            f"{TOKENS_KEY} must have shape [*batch, L] with batch {tuple(batch_size)}, got {tuple(ids.shape)}"
+            f"{place.key} must have shape [*batch, L] with batch {tuple(batch_size)}, got {tuple(ids.shape)}"
         )
-    _require_integers(ids)
+    _require_integers(ids, place.key)
     device = ids.device
     # The batch in numbers: of prompts without a position, -1 would leave the number of rows open.
     shape_BL = (batch_size.numel(), ids.shape[-1])
     ids_BL = ids.detach().reshape(shape_BL).cpu().numpy()
-    mask_BL = _mask_of(ids, mask, shape_BL, mask_key=mask_key, explicit=explicit)
-    if mask_BL is None:
-        return PromptInput(_pack(ids_BL.reshape(-1), np.full(len(ids_BL), ids_BL.shape[1], np.int64)), device=device)
-    hidden = ids_BL[~mask_BL]
-    if not explicit and len(hidden) and bool((hidden != hidden[0]).any()):
+    mask_BL = _mask_of(ids, mask, shape_BL, place)
+    hidden = ids_BL[:0] if mask_BL is None else ids_BL[~mask_BL]
+    if mask_BL is None or (not place.explicit and len(hidden) and bool((hidden != hidden[0]).any())):
         # A mask that hides different ids is the leftover of an earlier sequence, not padding of this one.
-        return PromptInput(_pack(ids_BL.reshape(-1), np.full(len(ids_BL), ids_BL.shape[1], np.int64)), device=device)
-    return PromptInput(_pack(ids_BL[mask_BL], mask_BL.sum(axis=1, dtype=np.int64)), device=device)
+        mask_BL = np.ones(shape_BL, np.bool_)
+    prompts = _pack(ids_BL[mask_BL], mask_BL.sum(axis=1, dtype=np.int64))
+    return PromptInput(prompts, ids_BL=ids_BL, mask_BL=mask_BL, device=device)
 
 
-def _mask_of(
-    ids: torch.Tensor, mask: Any, shape_BL: tuple[int, int], *, mask_key: Key, explicit: bool
-) -> NDArray[np.bool_] | None:
+def _mask_of(ids: torch.Tensor, mask: Any, shape_BL: tuple[int, int], place: _Place) -> NDArray[np.bool_] | None:
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.shape != ids.shape:
-        if not explicit:
+        if not place.explicit:
             return None
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) and not mask.is_nested else type(mask).__name__
         raise BadInputError(f"the attention mask must have the prompts' shape {tuple(ids.shape)}, got {shape}")
@@ -194,18 +223,18 @@ def _mask_of(
     if len(wrong):
         # An additive mask is 0 on the real tokens: read as true or false it would keep the padding and drop the rest.
         raise BadInputError(
-            f"{mask_key} must be 1 (or True) on real tokens and 0 on padding, and holds {wrong[0].item()}: "
+            f"{place.mask_key} must be 1 (or True) on real tokens and 0 on padding, and holds {wrong[0].item()}: "
             "give a boolean mask; of an additive one (0 on real tokens, very negative on padding) give mask == 0"
         )
     return real.reshape(shape_BL).cpu().numpy()
 
 
-def _require_integers(ids: torch.Tensor) -> None:
+def _require_integers(ids: torch.Tensor, key: Key) -> None:
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise BadInputError(f"{TOKENS_KEY} has dtype {ids.dtype}, token ids are integers: give it as torch.int64")
+        raise BadInputError(f"{key} has dtype {ids.dtype}, token ids are integers: give it as torch.int64")
 
 
-def _rows(value: Any, count: int) -> list[NDArray[np.int64]]:
+def _rows(value: Any, count: int, key: Key) -> list[NDArray[np.int64]]:
     """One array of ids per prompt."""
     if isinstance(value, torch.Tensor):
         value = list(value.unbind())
@@ -215,18 +244,18 @@ def _rows(value: Any, count: int) -> list[NDArray[np.int64]]:
         value = value.tolist()
     if not isinstance(value, list) or len(value) != count:
         held = f"{len(value)} rows" if isinstance(value, list) else f"a {type(value).__name__}"
-        raise BadInputError(f"{TOKENS_KEY} must hold one row of ids for each of {count} prompts, got {held}")
-    return [_row(index, row) for index, row in enumerate(value)]
+        raise BadInputError(f"{key} must hold one row of ids for each of {count} prompts, got {held}")
+    return [_row(index, row, key) for index, row in enumerate(value)]
 
 
-def _row(index: int, row: Any) -> NDArray[np.int64]:
+def _row(index: int, row: Any, key: Key) -> NDArray[np.int64]:
     try:
         ids = row if isinstance(row, torch.Tensor) else torch.as_tensor(row, dtype=None if len(row) else torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInputError(f"{TOKENS_KEY} row {index} is no sequence of token ids ({error}): got {row!r}") from error
+        raise BadInputError(f"{key} row {index} is no sequence of token ids ({error}): got {row!r}") from error
     if ids.ndim != 1:
-        raise BadInputError(f"{TOKENS_KEY} row {index} must have one axis, got shape {tuple(ids.shape)}")
-    _require_integers(ids)
+        raise BadInputError(f"{key} row {index} must have one axis, got shape {tuple(ids.shape)}")
+    _require_integers(ids, key)
     return ids.detach().cpu().numpy().astype(np.int64)
 
 
@@ -237,17 +266,17 @@ def _pack(flat: NDArray[Any], lengths_B: NDArray[np.int64]) -> PromptBatch:
     return PromptBatch(np.clip(flat, _INT32.min, _INT32.max).astype(np.int32), offsets)
 
 
-def _strings(value: Any, count: int) -> list[str]:
+def _strings(value: Any, count: int, key: Key) -> list[str]:
     if isinstance(value, str):
         value = [value]
     elif not isinstance(value, list):
         value = value.tolist()
     texts = [value] if isinstance(value, str) else list(value)
     if len(texts) != count:
-        raise BadInputError(f"{TEXT_KEY} must hold one string for each of {count} prompts, got {len(texts)}")
+        raise BadInputError(f"{key} must hold one string for each of {count} prompts, got {len(texts)}")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise BadInputError(f"{TEXT_KEY} row {index} must be a string, got {text!r}")
+            raise BadInputError(f"{key} row {index} must be a string, got {text!r}")
     return texts
 
 

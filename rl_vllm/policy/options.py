@@ -24,6 +24,7 @@ class PolicyOptions:
             it back: masks come from positions.
         chat_template: Jinja template for history mode; None means the tokenizer's own.
         chat_template_name: One of TorchRL's templates, for example ``chatml_format``, instead of ``chat_template``.
+        allow_truncated_sampling: Allow ``top_p < 1``, ``top_k > 0`` and ``min_p > 0``, which bias importance ratios.
         in_place: Write into the tensordict that was given when its batch shape allows; otherwise return a new one.
     """
 
@@ -33,6 +34,7 @@ class PolicyOptions:
     pad_token_id: int | None = None
     chat_template: str | None = None
     chat_template_name: str | None = None
+    allow_truncated_sampling: bool = False
     in_place: bool = True
 
     def __post_init__(self) -> None:

@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-import difflib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.nn import TensorDictModuleBase
+from torchrl.data import Composite
 
-from rl_vllm.config import require_at_least, require_choice
+from rl_vllm.config import require_choice
 from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.policy.chats import chat_history, spoken_rows
 from rl_vllm.policy.columns import Slots, padded_columns, ragged_columns, slots_from
 from rl_vllm.policy.copies import Copied
-from rl_vllm.policy.inputs import (
-    HISTORY_KEY,
-    TEXT_KEY,
-    TOKENS_KEY,
-    PromptInput,
-    read_history,
-    read_text,
-    read_tokens,
+from rl_vllm.policy.delivering import deliver
+from rl_vllm.policy.inputs import PromptInput, read_history, read_text, read_tokens
+from rl_vllm.policy.keys import Keyed, PolicyKeys, refuse_unknown, take_key_names
+from rl_vllm.policy.options import Key, PolicyOptions
+from rl_vllm.policy.outputs import TextRows, padded_tensordict, ragged_tensordict
+from rl_vllm.policy.sampling import (
+    CallSeeds,
+    SamplingLike,
+    merge_sampling,
+    names_samples,
+    number_of_samples,
+    sampling_from,
 )
-from rl_vllm.policy.options import PolicyOptions
-from rl_vllm.policy.outputs import TextRows, padded_tensordict, ragged_tensordict, stack_rows
-from rl_vllm.policy.sampling import CallSeeds, SamplingLike, merge_sampling, names_samples, sampling_from
+from rl_vllm.policy.scoring import Scoring, check_scoring_settings
+from rl_vllm.policy.specs import output_spec
 from rl_vllm.policy.streaming import Asked, AsyncCalls, warn_of_failures
 from rl_vllm.policy.text import TextCodec
 from rl_vllm.protocols import GenerationService
 from rl_vllm.types import CompletionBatch, PromptBatch, SamplingConfig
 
-_IN_KEYS = {"tokens": TOKENS_KEY, "text": TEXT_KEY, "history": HISTORY_KEY}
-INPUT_MODES = tuple(_IN_KEYS)
+INPUT_MODES = ("tokens", "text", "history")
 
 
-class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
+class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
     """Generates with a service, and writes TorchRL's tensorclasses with the weight version of each token.
 
     ``in_keys`` is ``[("tokens", "prompt")]``, ``[("text", "prompt")]`` or ``[("history", "prompt")]``; ``out_keys`` are
     ``tokens``, ``masks``, ``log_probs``, ``policy_version`` and ``completion``, ``text`` when there is a tokenizer,
     ``history`` in history mode. Their contents are in ``rl_vllm.policy.outputs``, the forms of the prompts in
     ``rl_vllm.policy.inputs``. Any batch shape is taken, ``()`` and empty ones included.
+
+    With ``generate=False`` nothing is generated: the sequences under ``full`` in place of ``prompt`` are scored, as
+    :mod:`rl_vllm.policy.scoring` says.
 
     With ``num_samples`` the result is a new tensordict with one more axis at the end of its batch; without it, the
     results are written into the tensordict that was given (see :class:`PolicyOptions`), or into a lazy stack of its
@@ -66,7 +72,7 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         tokenizer: A tokenizer, or the path of one; None means the served model's in text and history mode, and no
             text in tokens mode.
         pad_output: Write padded tensors; otherwise rows of a lazy stack.
-        allow_truncated_sampling: Allow ``top_p < 1``, ``top_k > 0`` and ``min_p > 0``, which bias importance ratios.
+        generate: Generate, or score sequences that are given: see above.
         options: The rest.
 
     Raises:
@@ -83,7 +89,7 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         sampling: SamplingLike | None = None,
         tokenizer: Any = None,
         pad_output: bool = True,
-        allow_truncated_sampling: bool = False,
+        generate: bool = True,
         options: PolicyOptions | None = None,
     ) -> None:
         super().__init__()
@@ -91,8 +97,8 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         self.input_mode = input_mode
         self.options = options if options is not None else PolicyOptions()
         self.pad_output = pad_output
-        self.allow_truncated_sampling = allow_truncated_sampling
-        self.num_samples = _number_of_samples(num_samples, sampling)
+        self.generate = generate
+        self.num_samples = number_of_samples(num_samples, sampling)
         self.sampling = merge_sampling(sampling_from(sampling), {"n": self.num_samples or 1})
         self._check_truncation(self.sampling)
         self._service = service
@@ -100,9 +106,11 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         self._codec = self._make_codec(tokenizer)
         self._pad_token_id = self._choose_pad_token_id()
         self._seeds = CallSeeds()
+        self._keys = PolicyKeys()
         self._collector: weakref.ReferenceType[Any] | None = None
-        self.in_keys = [_IN_KEYS[input_mode]]
-        self.out_keys = self._make_out_keys()
+        self.set_keys()
+        if not generate:
+            check_scoring_settings(self.sampling, num_samples=self.num_samples)
 
     @property
     def service(self) -> GenerationService:
@@ -128,32 +136,56 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         """Remember, weakly, the collector that holds this policy; TorchRL's ``LLMCollector`` calls it."""
         self._collector = weakref.ref(collector)
 
+    def set_keys(self, **names: Key) -> None:
+        """Rename what is read and written.
+
+        Args:
+            names: From a group (``tokens``, ``masks``, ``log_probs``, ``policy_version``, ``completion``, ``text``,
+                ``history``) to its new name, a string or a tuple of them.
+
+        Raises:
+            ConfigError: A group is unknown, a name is no key, or two groups would share one.
+        """
+        self._keys = self._keys.renamed(names)
+        self.in_keys = [self._keys.within(self.input_mode, "prompt" if self.generate else "full")]
+        self.out_keys = [self._keys.of(group) for group in self._groups()]
+
+    def output_spec(self, batch_size: Sequence[int]) -> Composite:
+        """What is written for a batch of that shape; see :func:`rl_vllm.policy.specs.output_spec`."""
+        samples = () if self.num_samples is None else (self.num_samples,)
+        return output_spec(self._groups(), self._keys, (*batch_size, *samples), generate=self.generate)
+
     def get_new_version(self, **changes: Any) -> VLLMPolicy:
         """A policy on the same service with some constructor arguments changed; its calls are counted anew.
+
+        TorchRL's names for keys (``log_probs_key``, ...) rename groups; its ``return_log_probs=True`` and an
+        ``input_key`` that is the mode's own are accepted, as they are always so here.
 
         Raises:
             ConfigError: An argument is unknown, or as for the constructor.
         """
         current: dict[str, Any] = {
             "input_mode": self.input_mode,
+            "generate": self.generate,
             "num_samples": self.num_samples,
             "sampling": self.sampling,
             "tokenizer": self.tokenizer,
             "pad_output": self.pad_output,
-            "allow_truncated_sampling": self.allow_truncated_sampling,
             "options": self.options,
         }
-        for name in changes:
-            if name not in current and name != "service":
-                near = difflib.get_close_matches(name, [*current, "service"], n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(['service', *current])}"
-                raise ConfigError(f"VLLMPolicy has no argument {name!r}: {hint}")
+        names, input_key = take_key_names(changes)
+        refuse_unknown(changes, [*current, "service"])
         if "num_samples" in changes and "sampling" not in changes:
             current["sampling"] = merge_sampling(self.sampling, {"n": changes["num_samples"] or 1})
         if "sampling" in changes and "num_samples" not in changes:
             current["num_samples"] = None
         service = changes.pop("service", self._service)
-        return type(self)(service, **(current | changes))
+        version = type(self)(service, **(current | changes))
+        version._keys = self._keys
+        version.set_keys(**names)
+        if input_key is not None and unravel_key(input_key) != version.in_keys[0]:
+            raise ConfigError(f"input_key={input_key!r}, but the policy reads {version.in_keys[0]}: use set_keys")
+        return version
 
     @torch.no_grad()
     def forward(
@@ -172,6 +204,8 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
             ConfigError: An override is unknown, out of range, truncates, or changes the number of samples.
             GenerationError, DeadlineError, ServiceNotRunningError: As the service says.
         """
+        if not self.generate:
+            return self._score(tensordict, tensordict_out, overrides)
         asked = self._ask(tensordict, tensordict_out, self._call_sampling(overrides))
         return self._answer(asked, self._generate(asked), tensordict, tensordict_out)
 
@@ -179,9 +213,7 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None, sampling: SamplingConfig
     ) -> Asked:
         """Read a call's prompts."""
-        _require_tensordict("tensordict", tensordict)
-        if tensordict_out is not None:
-            _require_tensordict("tensordict_out", tensordict_out)
+        self._require_inputs(tensordict, tensordict_out)
         batch_shape = tensordict.batch_size
         if batch_shape.numel():
             given = self._read(tensordict)
@@ -190,6 +222,11 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         shape = batch_shape if self.num_samples is None else torch.Size([*batch_shape, self.num_samples])
         device = tensordict.device if tensordict.device is not None else given.device
         return Asked(given, sampling, shape, device)
+
+    def _require_inputs(self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None) -> None:
+        _require_tensordict("tensordict", tensordict)
+        if tensordict_out is not None:
+            _require_tensordict("tensordict_out", tensordict_out)
 
     def _generate(self, asked: Asked) -> CompletionBatch:
         prompts = self._checked(asked)
@@ -212,9 +249,9 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
 
     def _read(self, tensordict: TensorDictBase) -> PromptInput:
         if self.input_mode == "tokens":
-            return read_tokens(tensordict, self.options.attention_mask_key)
+            return read_tokens(tensordict, self._keys, self.options.attention_mask_key)
         assert self._codec is not None
-        return (read_text if self.input_mode == "text" else read_history)(tensordict, self._codec)
+        return (read_text if self.input_mode == "text" else read_history)(tensordict, self._keys, self._codec)
 
     def _write(self, asked: Asked, slots: Slots, *, pad: bool) -> TensorDictBase:
         given, sampling, shape = asked.given, asked.sampling, asked.shape
@@ -247,29 +284,13 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
     def _deliver(
         self, result: TensorDictBase, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None
     ) -> TensorDictBase:
-        """Write the result where it belongs; a group that was there is replaced, never mixed with the new one."""
         target = tensordict_out
         if target is None and self.num_samples is None and self.options.in_place:
             target = tensordict
-        if target is None or (isinstance(target, LazyStackedTensorDict) and not len(target)):
-            # A lazy stack of nothing has no rows that could hold the keys.
-            return result
-        if isinstance(result, LazyStackedTensorDict):
-            return self._deliver_rows(result, target)
-        for key in self._make_out_keys():
-            target.set(key, result.get(key))
-        return target
+        return deliver(result, target, self._groups(), self._keys)
 
-    def _deliver_rows(self, result: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-        """Ragged entries exist row by row only: a dense target becomes a lazy stack of its rows."""
-        in_place = isinstance(target, LazyStackedTensorDict) and target.ndim == 1
-        rows = target.reshape(-1).unbind(0)
-        if not in_place:
-            rows = [row.copy() for row in rows]
-        for row, result_row in zip(rows, result.reshape(-1).unbind(0), strict=True):
-            for key in self._make_out_keys():
-                row.set(key, result_row.get(key))
-        return target if in_place else stack_rows(rows, target.batch_size)
+    def _named(self, row: TensorDictBase) -> TensorDictBase:
+        return deliver(row, None, self._groups(), self._keys)
 
     def _call_sampling(self, overrides: dict[str, object]) -> SamplingConfig:
         if not overrides:
@@ -286,11 +307,11 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
         return sampling.with_seed(self._seeds.next(sampling.seed))
 
     def _check_truncation(self, sampling: SamplingConfig) -> None:
-        if sampling.truncates and not self.allow_truncated_sampling:
+        if sampling.truncates and not self.options.allow_truncated_sampling:
             raise ConfigError(
                 f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p} cut tokens off, so that the "
                 "trainer's probabilities and the sampler's disagree and importance ratios are biased: switch them off, "
-                "or pass allow_truncated_sampling=True when nothing is trained on the samples"
+                "or pass options=PolicyOptions(allow_truncated_sampling=True) when nothing is trained on the samples"
             )
 
     def _make_codec(self, tokenizer: Any) -> TextCodec | None:
@@ -312,13 +333,14 @@ class VLLMPolicy(Copied, AsyncCalls, TensorDictModuleBase):
             return self.options.pad_token_id
         return self._info.pad_token_id if self._info.pad_token_id is not None else 0
 
-    def _make_out_keys(self) -> list[str]:
-        keys = ["tokens", "masks", "log_probs", "policy_version", "completion"]
+    def _groups(self) -> list[str]:
+        """The groups that are written, by their usual names."""
+        groups = ["tokens", "masks", "log_probs", *(["policy_version"] if self.generate else []), "completion"]
         if self._codec is not None:
-            keys.append("text")
+            groups.append("text")
         if self.input_mode == "history":
-            keys.append("history")
-        return keys
+            groups.append("history")
+        return groups
 
 
 def _require_tensordict(name: str, value: object) -> None:
@@ -327,16 +349,3 @@ def _require_tensordict(name: str, value: object) -> None:
             f"{name} must be a tensordict, got {type(value).__name__}: wrap the prompts, for example "
             "TensorDict({'tokens': {'prompt': ids}}, batch_size=[len(ids)])"
         )
-
-
-def _number_of_samples(num_samples: int | None, sampling: SamplingLike | None) -> int | None:
-    """Samples per prompt as an axis, or None for no axis."""
-    if num_samples is not None:
-        require_at_least("num_samples", num_samples, 1)
-    configured = sampling_from(sampling)
-    stated = configured.n != 1 or (not isinstance(sampling, SamplingConfig) and names_samples(sampling or {}))
-    if num_samples is not None and stated and configured.n != num_samples:
-        raise ConfigError(f"num_samples={num_samples} contradicts n={configured.n} in sampling: keep one")
-    if num_samples is None and configured.n > 1:
-        return configured.n
-    return num_samples

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
+from rl_vllm.config import require_at_least
 from rl_vllm.errors import ConfigError
 from rl_vllm.types import SamplingConfig
 
@@ -85,6 +86,19 @@ def merge_sampling(base: SamplingConfig, overrides: Mapping[str, object]) -> Sam
 def names_samples(overrides: Mapping[str, object]) -> bool:
     """Whether a mapping sets the number of samples under any of its names."""
     return any(_ALIASES.get(name, name) == "n" for name in overrides)
+
+
+def number_of_samples(num_samples: int | None, sampling: SamplingLike | None) -> int | None:
+    """Samples per prompt as an axis, or None for no axis."""
+    if num_samples is not None:
+        require_at_least("num_samples", num_samples, 1)
+    configured = sampling_from(sampling)
+    stated = configured.n != 1 or (not isinstance(sampling, SamplingConfig) and names_samples(sampling or {}))
+    if num_samples is not None and stated and configured.n != num_samples:
+        raise ConfigError(f"num_samples={num_samples} contradicts n={configured.n} in sampling: keep one")
+    if num_samples is None and configured.n > 1:
+        return configured.n
+    return num_samples
 
 
 class CallSeeds:

@@ -53,6 +53,7 @@ class AsyncCalls:
     """What a policy does on any event loop; its user has the parts of a blocking call."""
 
     options: PolicyOptions
+    generate: bool
     _service: GenerationService
 
     def stream(
@@ -74,6 +75,8 @@ class AsyncCalls:
         Raises:
             ConfigError: The service cannot stream; and what ``forward`` raises.
         """
+        if not self.generate:
+            raise ConfigError("generate=False scores whole batches: call the policy, or await acall(), not stream()")
         service = async_service(self._service)
         # Here and not in the iterator: calls get their seeds in the order in which they are made.
         return self._stream(service, tensordict, self._call_sampling(overrides))
@@ -86,6 +89,8 @@ class AsyncCalls:
         Raises:
             ConfigError: The service cannot be awaited; and what ``forward`` raises.
         """
+        if not self.generate:
+            return await asyncio.to_thread(self.forward, tensordict, tensordict_out, **overrides)
         service, sampling = async_service(self._service), self._call_sampling(overrides)
         asked = await asyncio.to_thread(self._ask, tensordict, tensordict_out, sampling)
         completions = await service.agenerate_batch(
@@ -139,12 +144,21 @@ class AsyncCalls:
         )
         slots = slots_from(mine.prompts, alone, n=1)
         part = Asked(mine, replace(asked.sampling, n=1), torch.Size([len(rows)]), asked.device)
-        return indices, list(self._write(part, slots, pad=False).unbind(0)) if rows else []
+        written = self._write(part, slots, pad=False).unbind(0) if rows else ()
+        return indices, [self._named(row) for row in written]
 
     def _checked(self, asked: Asked) -> PromptBatch:
         if self.options.on_bad_prompt is BadPrompt.RAISE:
             check_prompts(asked.given.prompts)
         return asked.given.prompts
+
+    def forward(
+        self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **overrides: object
+    ) -> TensorDictBase:
+        raise NotImplementedError
+
+    def _named(self, row: TensorDictBase) -> TensorDictBase:
+        raise NotImplementedError
 
     def _call_sampling(self, overrides: dict[str, object]) -> SamplingConfig:
         raise NotImplementedError

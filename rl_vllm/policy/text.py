@@ -90,6 +90,34 @@ class TextCodec:
         )
         return list(rendered)
 
+    def encode_chats(self, history: Any) -> tuple[list[list[int]], list[NDArray[np.bool_]] | None]:
+        """Ids of whole chats, without a header for another answer.
+
+        Args:
+            history: ``torchrl.data.llm.History`` [B, turns].
+
+        Returns:
+            B rows of ids, and where the assistant's tokens are, bool [row length] each; None when the template does not
+            mark them (``{% generation %}``).
+        """
+        template = self._chat_template
+        if template is None and self._chat_template_name is None:
+            template = self.tokenizer.chat_template
+        with self._lock:
+            encoded = history.apply_chat_template(
+                tokenizer=self.tokenizer,
+                add_generation_prompt=False,
+                chat_template=template,
+                chat_template_name=self._chat_template_name,
+                tokenize=True,
+                padding=False,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        ids = [row.tolist() for row in encoded.get("input_ids", as_list=True)]
+        masks = [row.numpy().astype(np.bool_) for row in encoded.get("assistant_masks", as_list=True)]
+        return ids, masks if any(mask.any() for mask in masks) else None
+
     def decode(self, rows: Sequence[Int32], *, skip_special_tokens: bool) -> list[str]:
         """Text of each row of ids, without tidying spaces."""
         with self._lock:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torchrl.modules.llm.policies import Tokens
 
 from rl_vllm.errors import ConfigError
-from rl_vllm.policy import CallSeeds, VLLMPolicy, sampling_from
+from rl_vllm.policy import CallSeeds, PolicyOptions, VLLMPolicy, sampling_from
 from rl_vllm.testing.fake_service import FakeService
 from rl_vllm.types import SamplingConfig
 
@@ -82,7 +82,7 @@ def test_settings_that_cannot_be_meant_are_refused(case):
 
 def test_truncation_is_allowed_on_request_and_when_greedy():
     service = FakeService()
-    VLLMPolicy(service, sampling={"top_p": 0.9}, allow_truncated_sampling=True)(td())
+    VLLMPolicy(service, sampling={"top_p": 0.9}, options=PolicyOptions(allow_truncated_sampling=True))(td())
     assert service.generate_calls[0].sampling.top_p == 0.9
     VLLMPolicy(service, sampling={"top_k": 5, "temperature": 0})
 
@@ -200,7 +200,7 @@ def test_a_new_version_changes_only_what_it_names():
     assert grouped.service is policy.service
     assert grouped.get_new_version(sampling={"max_tokens": 6}).num_samples is None
     assert grouped.get_new_version(num_samples=None).sampling.n == 1
-    with pytest.raises(ConfigError, match="no argument 'generate'"):
-        policy.get_new_version(generate=False)
+    with pytest.raises(ConfigError, match="no argument 'engine'"):
+        policy.get_new_version(engine=1)
     with pytest.raises(ConfigError, match="did you mean 'pad_output'"):
         policy.get_new_version(pad_outputs=True)
