@@ -24,7 +24,6 @@ from rl_vllm.envs.prompts import Entry
 from rl_vllm.envs.rollout import Rollout
 from rl_vllm.envs.rollout_task import RolloutTask
 from rl_vllm.envs.stepping import read_answers
-from rl_vllm.errors import BadInputError
 
 _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
@@ -38,13 +37,14 @@ class RolloutEnv(EnvBase):
     ============================  ========  ====================================================================
     ``tokens.prompt``             int64     [B, L], what the model reads, padded on the left
     ``attention_mask``            bool      [B, L], True on its ids
-    ``group_id``                  int64     [B], position of the prompt in the source; a group's rows share it
+    ``group_id``                  int64     [B], number of the prompt's draw; a group's rows share it
     ``turn``                      int64     [B], answers so far
     ``reward``                    float32   [B, 1], of the turn, and of the outcome in the last one
     ``done``                      bool      [B, 1], the rollout is over
     ``terminated``, ``truncated`` bool      [B, 1], by the task; because context, turns or length ran out
     ============================  ========  ====================================================================
 
+    When all prompts were drawn, ``reset`` begins again with the first, as TorchRL's environments over data loaders do.
     ``step`` reads what :class:`rl_vllm.VLLMPolicy` writes: ``tokens.response``, ``log_probs.response``,
     ``policy_version`` and ``completion``; only the first is needed.
 
@@ -57,7 +57,8 @@ class RolloutEnv(EnvBase):
 
     Raises:
         ConfigError: A number is out of range.
-        BadInputError: At ``reset``: the prompts are exhausted, or one fills the context.
+        BadInputError: At ``reset``: a prompt cannot be read, or fills the context.
+        ConfigError: At ``reset``: the prompts were an iterator, and it is exhausted.
         RewardError: At ``step``: a reward function failed; names prompt and value.
     """
 
@@ -78,7 +79,6 @@ class RolloutEnv(EnvBase):
         self._group_size = group_size
         self._pad_token_id = pad_token_id
         self._step_timeout_s = step_timeout_s
-        self._entries = enumerate(task.source.entries())
         self._draws = self._repeated()
         self._groups = [-1] * self.batch_size[0]
         self._background: Background | None = None
@@ -101,9 +101,13 @@ class RolloutEnv(EnvBase):
         self.done_spec = Composite(**done, shape=shape)
 
     def _repeated(self) -> Iterator[tuple[int, Entry]]:
-        for numbered in self._entries:
-            for _ in range(self._group_size):
-                yield numbered
+        """Every prompt as often as a group has rows; round and round, as TorchRL's data loaders go."""
+        position = 0
+        while True:
+            for entry in self.task.source.entries():
+                for _ in range(self._group_size):
+                    yield position, entry
+                position += 1
 
     def _reset(self, tensordict: TensorDictBase | None, **_options: Any) -> TensorDictBase:
         count = self.batch_size[0]
@@ -121,12 +125,7 @@ class RolloutEnv(EnvBase):
         return self._observation()
 
     def _draw(self, row: int) -> Rollout:
-        drawn = next(self._draws, None)
-        if drawn is None:
-            raise BadInputError(
-                "the prompts are exhausted: give more, or a PromptSource with epochs=None, which goes round for ever"
-            )
-        self._groups[row], entry = drawn
+        self._groups[row], entry = next(self._draws)
         return Rollout(self.task.setup, entry)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
