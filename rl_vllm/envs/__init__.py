@@ -3,6 +3,7 @@
 from rl_vllm.envs.env import PromptStream, make_env
 from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
 from rl_vllm.envs.games import GymnasiumText, TextEnv
+from rl_vllm.envs.mcp import MCPServer, MCPTool
 from rl_vllm.envs.prompts import Entry, PromptSet, RewardFunction
 from rl_vllm.envs.reward import PromptReward
 from rl_vllm.envs.rewards import Reward, Rewards, Score
@@ -22,6 +23,8 @@ __all__ = [
     "IndexedRows",
     "Interaction",
     "InteractionFactory",
+    "MCPServer",
+    "MCPTool",
     "Message",
     "PromptReward",
     "PromptSet",

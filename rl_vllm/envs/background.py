@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rl_vllm.errors import DeadlineError
@@ -43,6 +43,10 @@ class Background:
         finally:
             # Also when an interrupt ended the wait.
             future.cancel()
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call on the loop, without waiting."""
+        self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread. Idempotent."""

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from rl_vllm.config import require_above_zero, require_at_least
 from rl_vllm.envs.calls import call, function_name
 from rl_vllm.envs.episode import Interaction, Message, Reply
+from rl_vllm.envs.mcp import MCPTool
 from rl_vllm.envs.prompts import Entry
 from rl_vllm.envs.reward import shorten
 from rl_vllm.errors import ConfigError, DeadlineError
@@ -75,7 +76,8 @@ class ToolUse:
 
     Args:
         tools: Functions or coroutine functions with type hints and a docstring that describes each argument, as
-            :func:`transformers.utils.get_json_schema` reads them; by their own names, or a mapping from names.
+            :func:`transformers.utils.get_json_schema` reads them; by their own names, or a mapping from names, such as
+            the ``tools`` of an :class:`MCPServer`.
         parse: Finds the calls in an answer: :func:`parse_tool_calls` (also for None), TorchRL's ``XMLBlockParser`` or
             ``JSONCallParser``, or your own.
         max_turns: Answers of the model per rollout. Calls in the last one are not made: nobody would read the result.
@@ -203,6 +205,8 @@ class _ToolInteraction:
 
 
 def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(tool, MCPTool):
+        return {**tool.schema, "function": {**tool.schema["function"], "name": name}}
     if not callable(tool):
         raise ConfigError(f"tool {name!r} is {shorten(repr(tool))}: give a function")
     described = tool if inspect.isroutine(tool) else type(tool).__call__.__get__(tool)
