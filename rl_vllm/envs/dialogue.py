@@ -178,12 +178,23 @@ class Dialogue:
             if self._on_rewrite == "segment":
                 return None
             _warn_of_rewriting()
-        segment = self.segments[-1]
+        exact = self.segments[-1].tokens_T.tolist()
         try:
-            return replace_prefix_tokens(segment.tokens_T.tolist(), prefix, full, self._renderer.end_of_turn_ids)
+            spliced = replace_prefix_tokens(exact, prefix, full, self._renderer.end_of_turn_ids)
         except PrefixMismatchError as error:
             logger.info("a new segment begins: %s", error)
             return None
+        if not self._says(spliced[len(exact) :], messages[said:]):
+            logger.info(
+                "a new segment begins: the chat template left earlier turns out, so that turns cannot be counted"
+            )
+            return None
+        return spliced
+
+    def _says(self, added: list[int], messages: Sequence[Message]) -> bool:
+        """Whether all that is new stands in what would be added; counting alone loses it when turns are left out."""
+        text = self._renderer.decode(added)
+        return all(content.strip() in text for message in messages for content in _texts(message))
 
     def _rewrites(self, full: list[int]) -> bool:
         """Whether the new render says something else than the last one and the answer to it."""
@@ -192,6 +203,14 @@ class Dialogue:
 
     def _ids(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         return self._renderer.ids(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
+
+
+def _texts(message: Message) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list | tuple) else ()
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
 class _Once:
