@@ -40,7 +40,7 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
             train(batch)
 
     A batch is a lazy stack of rows, group after group in the order in which they finished; their keys are those of
-    :mod:`rl_vllm.collectors.rows`. With a replay buffer each group is written as soon as it is finished, and a step of
+    ``rl_vllm.collectors.rows``. With a replay buffer each group is written as soon as it is finished, and a step of
     the iteration returns None when ``groups_per_batch`` more are in it. Rollouts go on while the caller trains, also
     through refits.
 

@@ -12,7 +12,7 @@ ON_STALE = ("drop", "truncate", "keep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorConfig:
-    """How :class:`rl_vllm.collectors.AsyncRolloutCollector` fills its batches.
+    """How :class:`rl_vllm.AsyncRolloutCollector` fills its batches.
 
     Attributes:
         group_size: Rollouts per prompt.

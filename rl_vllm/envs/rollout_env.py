@@ -32,9 +32,9 @@ _RESPONSE = ("tokens", "response")
 class RolloutEnv(EnvBase):
     """An environment of batch size ``[num_prompts * group_size]`` over a task.
 
-    ============================  ========  ====================================================================
+    ============================= ========  ====================================================================
     Key                           Type      Meaning
-    ============================  ========  ====================================================================
+    ============================= ========  ====================================================================
     ``tokens.prompt``             int64     [B, L], what the model reads, padded on the left
     ``attention_mask``            bool      [B, L], True on its ids
     ``group_id``                  int64     [B], number of the prompt's draw; a group's rows share it
@@ -42,7 +42,7 @@ class RolloutEnv(EnvBase):
     ``reward``                    float32   [B, 1], of the turn, and of the outcome in the last one
     ``done``                      bool      [B, 1], the rollout is over
     ``terminated``, ``truncated`` bool      [B, 1], by the task; because context, turns or length ran out
-    ============================  ========  ====================================================================
+    ============================= ========  ====================================================================
 
     When all prompts were drawn, ``reset`` begins again with the first, as TorchRL's environments over data loaders do.
     ``step`` reads what :class:`rl_vllm.VLLMPolicy` writes: ``tokens.response``, ``log_probs.response``,

@@ -48,7 +48,7 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
     ``rl_vllm.policy.inputs``. Any batch shape is taken, ``()`` and empty ones included.
 
     With ``generate=False`` nothing is generated: the sequences under ``full`` in place of ``prompt`` are scored, as
-    :mod:`rl_vllm.policy.scoring` says.
+    ``rl_vllm.policy.scoring`` says.
 
     With ``num_samples`` the result is a new tensordict with one more axis at the end of its batch; without it, the
     results are written into the tensordict that was given (see :class:`PolicyOptions`), or into a lazy stack of its
@@ -151,7 +151,7 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
         self.out_keys = [self._keys.of(group) for group in self._groups()]
 
     def output_spec(self, batch_size: Sequence[int]) -> Composite:
-        """What is written for a batch of that shape; see :func:`rl_vllm.policy.specs.output_spec`."""
+        """What is written for a batch of that shape; lengths that the data decides are -1."""
         samples = () if self.num_samples is None else (self.num_samples,)
         return output_spec(self._groups(), self._keys, (*batch_size, *samples), generate=self.generate)
 
