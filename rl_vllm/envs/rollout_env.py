@@ -117,16 +117,15 @@ class RolloutEnv(EnvBase):
         if not self.rollouts:
             rows = list(range(count))
             self.rollouts = [Rollout(self.task.setup, {})] * count
-        fresh = [self._draw(row) for row in rows]
+        # All are drawn before anything changes: a source may fail in the middle.
+        drawn = [next(self._draws) for _ in rows]
+        fresh = [Rollout(self.task.setup, entry) for _, entry in drawn]
         self._run(_together([self.rollouts[row].close() for row in rows]), "rollouts to close")
-        for row, rollout in zip(rows, fresh, strict=True):
+        for row, rollout, (group, _) in zip(rows, fresh, drawn, strict=True):
             self.rollouts[row] = rollout
+            self._groups[row] = group
         self._run(_together([rollout.begin() for rollout in fresh]), "rollouts to begin")
         return self._observation()
-
-    def _draw(self, row: int) -> Rollout:
-        self._groups[row], entry = next(self._draws)
-        return Rollout(self.task.setup, entry)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         answers = read_answers(tensordict, self.task.setup.renderer.end_of_turn_ids)
@@ -141,11 +140,13 @@ class RolloutEnv(EnvBase):
         return result
 
     async def _advance(self, answers: list[Answer]) -> list[float]:
-        """Hand each row its answer; the rewards of the turn, with the outcome's on the last."""
-        rewards = await _together(
-            [rollout.take(answer) for rollout, answer in zip(self.rollouts, answers, strict=True)]
-        )
-        over = [row for row, rollout in enumerate(self.rollouts) if rollout.done]
+        """Hand each row its answer; the rewards of the turn, with the outcome's on the last, and 0 once it is over."""
+        rows = [row for row, rollout in enumerate(self.rollouts) if not rollout.done]
+        taken = await _together([self.rollouts[row].take(answers[row]) for row in rows])
+        rewards: list[Any] = [0.0] * len(self.rollouts)
+        for row, reward in zip(rows, taken, strict=True):
+            rewards[row] = reward
+        over = [row for row in rows if self.rollouts[row].done]
         scores = await self.task.rewards.score([self.rollouts[row].finished() for row in over])
         for row, score in zip(over, scores, strict=True):
             if score.error is not None:
