@@ -146,6 +146,7 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         taken = self._written(wanted) if self._writer is not None else self._batch(wanted)
         if not taken:
             self._raise_if_nothing_ever_came()
+            self.shutdown()
             raise StopIteration
         count, batch = taken
         self._num_handed_over += count
@@ -188,6 +189,10 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
                 running.cancel()
             self._background.close()
             self._background = None
+        if self._pump is not None:
+            # Another thread may be waiting for a group.
+            with self._pump.changed:
+                self._pump.changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -230,14 +235,15 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
             if refused or not all(self._delivery.is_current(parcel) for parcel in parcels.values()):
                 continue
             break
+        batch = lazy_stack([row for group in groups for row in parcels[group.draw.position].rows.unbind(0)])
+        self._call(pump.free(len(groups)))
+        # Last: an interrupt that comes before leaves the groups where they are.
         with pump.changed:
             for group in groups:
                 pump.ready.remove(group)
                 self._ledger.settle(group.draw.position)
                 self._delivery.count(parcels[group.draw.position])
-        self._call(pump.free(len(groups)))
-        rows = [row for group in groups for row in parcels[group.draw.position].rows.unbind(0)]
-        return len(groups), lazy_stack(rows)
+        return len(groups), batch
 
     def _pack(self, group: Group, parcels: dict[int, Parcel]) -> bool:
         """Whether a group can be delivered now; its rows go into ``parcels``, or it leaves the pump."""
@@ -276,6 +282,8 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         begun = time.monotonic()
         with pump.changed:
             while not is_ready():
+                if self._closed:
+                    raise StopIteration
                 if pump.error is not None:
                     raise pump.error
                 if pump.exhausted and (self._writer is None or self._writer.is_done):

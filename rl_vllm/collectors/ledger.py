@@ -26,7 +26,7 @@ class Draw:
 
 
 class Ledger:
-    """Draws prompts in order, each once; safe to use from several threads.
+    """Draws prompts in order, each once, for one caller at a time; the rest is safe to use from several threads.
 
     A prompt is *open* from its draw until it is settled: delivered, or dropped for good. The state of a ledger is the
     next position and the open prompts, so that a run that goes on from it repeats none and skips none.
@@ -47,9 +47,11 @@ class Ledger:
                 return self._again.pop(0)
             if self._entries is None:
                 self._entries = self._source.entries(self._next)
-            entry = next(self._entries, None)
-            if entry is None:
-                return None
+        # A source may be slow: nobody waits for it who only settles a prompt or asks for the state.
+        entry = next(self._entries, None)
+        if entry is None:
+            return None
+        with self._lock:
             draw = Draw(self._next, entry)
             self._open[draw.position] = entry
             self._next += 1

@@ -58,13 +58,20 @@ class Pump:
         self._refused: Counter[str] = Counter()
         self._failures_in_a_row = 0
         self._num_running = 0
+        self._task: asyncio.Task[None] | None = None
 
     def describe(self) -> str:
         """What is in flight, for an error."""
         return f"{self._num_running} groups in flight of {self._config.group_size} rollouts each"
 
+    def stop(self) -> None:
+        """Abort what is in flight; for the loop's own thread."""
+        if self._task is not None:
+            self._task.cancel()
+
     async def run(self) -> None:
         """Run until the prompts are exhausted or something fatal happens; cancelling it aborts what is in flight."""
+        self._task = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -80,6 +87,9 @@ class Pump:
                     tasks.create_task(self._group(draw), name=f"group-{draw.position}")
         except BaseExceptionGroup as errors:
             self._end(errors.exceptions[0])
+        except asyncio.CancelledError:
+            self._end(None)
+            raise
         else:
             self._end(None)
 
@@ -127,6 +137,7 @@ class Pump:
 
     def _end(self, error: BaseException | None) -> None:
         with self.changed:
-            self.error = error
-            self.exhausted = error is None
+            # What the writer met ended the pump: that stays the reason.
+            self.error = error if self.error is None else self.error
+            self.exhausted = self.error is None
             self.changed.notify_all()

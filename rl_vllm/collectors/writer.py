@@ -6,7 +6,7 @@ import asyncio
 
 from torchrl.data import ReplayBuffer
 
-from rl_vllm.collectors.delivery import Delivery, Refusal
+from rl_vllm.collectors.delivery import Delivery, Parcel, Refusal
 from rl_vllm.collectors.ledger import Ledger
 from rl_vllm.collectors.pump import Pump
 
@@ -56,6 +56,13 @@ class BufferWriter:
             if isinstance(failure, Exception):
                 self._pump.error = failure
             self._pump.changed.notify_all()
+        # Nobody would take what it still makes.
+        self._pump.stop()
+
+    def _store(self, parcel: Parcel, position: int) -> None:
+        """Both in one thread: no cancellation comes between a group in the buffer and its prompt being done with."""
+        self._buffer.extend(parcel.rows)
+        self._ledger.settle(position)
 
     async def _write_all(self) -> None:
         while self._left is None or self._left > 0:
@@ -72,8 +79,7 @@ class BufferWriter:
             if isinstance(outcome, Refusal):
                 await self._pump.refuse(group.draw.position, outcome.reason)
                 continue
-            await asyncio.to_thread(self._buffer.extend, outcome.rows)
-            self._ledger.settle(group.draw.position)
+            await asyncio.to_thread(self._store, outcome, group.draw.position)
             if self._left is not None:
                 self._left -= 1
             if self._frees_slots:

@@ -1,5 +1,6 @@
 """Groups come whole, once, as they finish; failures cost what they must and nothing more."""
 
+import threading
 import time
 from collections import Counter
 
@@ -377,3 +378,55 @@ def test_shutdown_aborts_what_is_in_flight_and_ends_the_iteration(collect, servi
     assert service.num_running == 0
     with pytest.raises(StopIteration):
         next(collector)
+
+
+def test_a_shutdown_ends_the_wait_of_another_thread(collect, service):
+    gates = Gates()
+
+    async def before(text):
+        await gates.wait("never")
+
+    service.before = before
+    collector = collect(prompts(4), no_progress_s=60.0)
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append(next(collector, "over")))
+    waiting.start()
+    while service.num_running < 4:
+        time.sleep(0.01)
+    collector.shutdown()
+    waiting.join(10)
+    assert ended == ["over"]
+    assert service.num_running == 0
+
+
+@pytest.mark.parametrize("with_buffer", [True, False])
+def test_nothing_runs_on_when_the_total_is_reached(collect, service, with_buffer):
+    gates = Gates()
+
+    async def before(text):
+        if not any(f"q{number}<" in text for number in range(3)):
+            await gates.wait("never")
+
+    service.before = before
+    settings = {"replay_buffer": ReplayBuffer(storage=LazyStackStorage(100))} if with_buffer else {}
+    collector = collect(prompts(50), total_groups=3, groups_per_batch=3, max_in_flight=8, **settings)
+    assert len(list(collector)) == 1
+    assert service.num_running == 0
+    assert collector.stats.groups_delivered == 3
+
+
+def test_a_slow_source_holds_up_neither_the_state_nor_what_is_finished(collect):
+    release = threading.Event()
+
+    def rows():
+        yield "q0"
+        yield "q1"
+        release.wait(30)
+        yield "q2"
+
+    collector = collect(rows, groups_per_batch=1)
+    assert groups_of(next(collector)) == [0]
+    assert groups_of(next(collector)) == [1]
+    assert collector.state_dict()["ledger"] == {"next_position": 2, "open": []}
+    release.set()
+    assert groups_of(next(collector)) == [2]
