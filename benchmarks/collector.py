@@ -6,7 +6,8 @@ Both collect groups of the same prompts, with the same policy and sampling setti
 model whose responses end at random, about one token in a hundred, at 400 tokens the latest: a long tail. A useful token
 is one of a response that was delivered. The two take turns; figures are medians over rounds, ratios medians of each
 round's ratio. LLMCollector runs our ``RolloutEnv``, which is as fast as it gets; a batch is all that it has in flight.
-Ours has as many rollouts in flight ("same"), and twice as many ("double", its default). ``--train-s`` is what the
+Ours has the groups of one batch in flight ("same": the last one is waited for, as there), and of two ("double", its
+default). ``--train-s`` is what the
 caller does with each batch before it asks for the next.
 """
 
