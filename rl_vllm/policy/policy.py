@@ -110,7 +110,7 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
         self._collector: weakref.ReferenceType[Any] | None = None
         self.set_keys()
         if not generate:
-            check_scoring_settings(self.sampling, num_samples=self.num_samples)
+            check_scoring_settings(self.sampling, self._info, num_samples=self.num_samples)
 
     @property
     def service(self) -> GenerationService:
@@ -150,6 +150,11 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
         self.in_keys = [self._keys.within(self.input_mode, "prompt" if self.generate else "full")]
         self.out_keys = [self._keys.of(group) for group in self._groups()]
 
+    @property
+    def spec(self) -> Composite:
+        """What is written for one row, as TorchRL's collectors ask for it; see :meth:`output_spec`."""
+        return self.output_spec(())
+
     def output_spec(self, batch_size: Sequence[int]) -> Composite:
         """What is written for a batch of that shape; lengths that the data decides are -1."""
         samples = () if self.num_samples is None else (self.num_samples,)
@@ -177,8 +182,9 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
         refuse_unknown(changes, [*current, "service"])
         if "num_samples" in changes and "sampling" not in changes:
             current["sampling"] = merge_sampling(self.sampling, {"n": changes["num_samples"] or 1})
-        if "sampling" in changes and "num_samples" not in changes:
+        if "num_samples" not in changes and ("sampling" in changes or changes.get("generate") is False):
             current["num_samples"] = None
+            current["sampling"] = merge_sampling(self.sampling, {"n": 1})
         service = changes.pop("service", self._service)
         version = type(self)(service, **(current | changes))
         version._keys = self._keys

@@ -19,12 +19,12 @@ Key                              Type      Meaning
 ===============================  ========  =====================================================================
 
 Ids that did not come padded are padded on the left, or are rows of a lazy stack with ``pad_output=False``. vLLM scores
-prompts with the unscaled distribution: a temperature other than 1 would be left out, and is refused.
+prompts with the model's plain distribution: a temperature, penalty or truncation would be left out, and is refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,22 +44,32 @@ from rl_vllm.policy.text import TextCodec
 from rl_vllm.protocols import GenerationService
 from rl_vllm.types import BadPrompt, CompletionBatch, ModelInfo, PromptBatch, SamplingConfig
 
-# TorchRL's wrappers pad whole sequences on this side.
 _NO_LOGPROB_OF_PADDING = 0.0
+_PLAIN = SamplingConfig()
+_CHANGES_THE_DISTRIBUTION = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
+)  # fmt: skip
 
 
-def check_scoring_settings(sampling: SamplingConfig, *, num_samples: int | None) -> None:
+def check_scoring_settings(sampling: SamplingConfig, info: ModelInfo, *, num_samples: int | None) -> None:
     """Refuse settings that scoring would leave out.
 
     Raises:
-        ConfigError: There is a temperature, or samples are asked for.
+        ConfigError: A setting changes the distribution, samples are asked for, or the engine returns no logprobs.
     """
     if num_samples is not None:
         raise ConfigError(f"generate=False scores what is given: num_samples={num_samples} has no use; leave it out")
-    if sampling.temperature != 1.0:
+    if info.logprobs_mode.endswith("logits"):
         raise ConfigError(
-            f"generate=False scores with temperature 1, got temperature={sampling.temperature}: vLLM does not scale "
-            "the logprobs of prompts; leave it out, or score with the trainer's model"
+            f"generate=False needs logprobs, and the engine returns {info.logprobs_mode}: launch it with "
+            "logprobs_mode='processed_logprobs'"
+        )
+    plain, named = asdict(_PLAIN), asdict(sampling)
+    stated = [f"{name}={named[name]!r}" for name in _CHANGES_THE_DISTRIBUTION if named[name] != plain[name]]
+    if stated:
+        raise ConfigError(
+            f"generate=False scores with the model's plain distribution, and sampling has {', '.join(stated)}: vLLM "
+            "applies no setting to the logprobs of prompts; leave them out, or score with the trainer's model"
         )
 
 

@@ -93,3 +93,10 @@ def test_the_spec_has_the_samples_axis():
     spec = VLLMPolicy(FakeService(), num_samples=3).output_spec([2])
     assert spec.shape == (2, 3)
     assert spec["tokens", "full"].shape == (2, 3, -1)
+
+
+def test_torchrls_property_is_the_spec_of_one_row_and_expands_to_any_batch():
+    spec = VLLMPolicy(FakeService()).spec
+    assert spec.shape == ()
+    assert spec["policy_version"].shape == (-1,)
+    assert spec.expand(4)["policy_version"].shape == (4, -1)

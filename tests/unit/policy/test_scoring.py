@@ -1,5 +1,7 @@
 """With generate=False every token of a given sequence gets its logprob, in the place where the token was."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -190,11 +192,30 @@ def test_a_row_that_cannot_be_scored_is_refused_or_marked(service):
         ({"num_samples": 2}, "num_samples=2"),
         ({"sampling": {"temperature": 0.7}}, "temperature=0.7"),
         ({"sampling": {"temperature": 0.0}}, "temperature=0.0"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1"),
+        ({"sampling": {"logit_bias": {5: 1.0}}}, "logit_bias"),
+        (
+            {"sampling": {"top_k": 5}, "options": PolicyOptions(allow_truncated_sampling=True)},
+            "top_k=5",
+        ),
     ],
 )
 def test_settings_that_scoring_would_leave_out_are_refused(service, settings, match):
     with pytest.raises(ConfigError, match=match):
         VLLMPolicy(service, generate=False, **settings)
+
+
+def test_an_engine_that_returns_logits_cannot_score(tiny_info):
+    with pytest.raises(ConfigError, match="processed_logits"):
+        VLLMPolicy(FakeService(info=replace(tiny_info, logprobs_mode="processed_logits")), generate=False)
+
+
+def test_a_scorer_made_of_a_policy_with_samples_has_none(service):
+    policy = VLLMPolicy(service, num_samples=4, sampling={"max_tokens": 3})
+    scorer = policy.get_new_version(generate=False)
+    assert (scorer.num_samples, scorer.sampling.n) == (None, 1)
+    out = scorer(TensorDict({("tokens", "full"): torch.tensor([[104, 105, 7]])}, batch_size=1))
+    assert out["log_probs", "full"].shape == (1, 3)
 
 
 def test_a_call_takes_no_sampling_settings_and_needs_its_entry(service):
