@@ -63,29 +63,56 @@ def read_tokens(td: TensorDictBase, keys: PolicyKeys, attention_mask_key: Key, *
     """
     key = keys.within("tokens", entry)
     value = _read(td, key)
-    own_mask_key = keys.within("masks", "all_attention_mask")
-    mask = _read_mask(td, attention_mask_key)
-    explicit = mask is not None
-    place = _Place(key, attention_mask_key if explicit else own_mask_key, explicit=explicit)
-    is_whole = td.get(keys.within("tokens", "full"), None, as_list=True) is not None
-    if entry == "full" and (mask is None or not _is_shaped_like(mask, value)):
-        # A prompt's mask may still be there; the whole sequence has its own.
-        mask = _read_mask(td, own_mask_key)
-        place = _Place(key, own_mask_key, explicit=mask is not None)
-    elif mask is None and not is_whole:
-        # TorchRL's masks describe the whole sequence; only before there is one can they describe the prompt.
-        mask = _read_mask(td, own_mask_key)
+    mask, place = _find_mask(td, keys, attention_mask_key, entry)
     if isinstance(value, torch.Tensor) and not value.is_nested:
         return _from_padded(value, td.batch_size, mask, place)
     rows = _rows(value, td.batch_size.numel(), key)
-    widths = {len(row) for row in rows}
-    if mask is not None and len(widths) == 1:
+    if mask is not None and len({len(row) for row in rows}) == 1:
         stacked = torch.as_tensor(np.stack(rows))
         stacked_mask = mask if isinstance(mask, torch.Tensor) else _stack_mask(mask)
         return _from_padded(stacked, stacked.shape[:1], stacked_mask, place)
+    if mask is not None:
+        rows = _without_padding(rows, mask, place)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     flat = np.concatenate([*rows, np.zeros(0, np.int64)])
     return PromptInput(_pack(flat, lengths), device=_device_of(value))
+
+
+def _find_mask(td: TensorDictBase, keys: PolicyKeys, attention_mask_key: Key, entry: str) -> tuple[Any, _Place]:
+    """The mask of ``("tokens", entry)``, if there is one, and where it was."""
+    key = keys.within("tokens", entry)
+    given, own_key = _read_mask(td, attention_mask_key), keys.within("masks", "all_attention_mask")
+    own = _read_mask(td, own_key)
+    if entry == "full":
+        # TorchRL's masks describe the whole sequence; what was given may still be the prompt's.
+        mask, mask_key = (own, own_key) if own is not None else (given, attention_mask_key)
+        return mask, _Place(key, mask_key, explicit=mask is not None)
+    if given is not None:
+        return given, _Place(key, attention_mask_key, explicit=True)
+    if td.get(keys.within("tokens", "full"), None, as_list=True) is not None:
+        # Only before there is a whole sequence can TorchRL's masks describe the prompt.
+        own = None
+    return own, _Place(key, own_key, explicit=False)
+
+
+def _without_padding(rows: list[NDArray[np.int64]], mask: Any, place: _Place) -> list[NDArray[np.int64]]:
+    """Rows of different widths, each without what its own mask hides."""
+    masks = [torch.as_tensor(row) for row in (mask.unbind(0) if isinstance(mask, torch.Tensor) else mask)]
+    if [tuple(row.shape) for row in masks] != [row.shape for row in rows]:
+        if not place.explicit:
+            return rows
+        shapes = [tuple(row.shape) for row in masks]
+        raise BadInputError(
+            f"{place.mask_key} has rows of shapes {shapes}, and {place.key} of {[row.shape for row in rows]}: give "
+            "every row a mask of its own shape"
+        )
+    kept = []
+    for index, (row, row_mask) in enumerate(zip(rows, masks, strict=True)):
+        ids = torch.from_numpy(row)
+        real = _mask_of(ids, row_mask, (1, len(row)), _Place(f"{place.key} row {index}", place.mask_key, explicit=True))
+        assert real is not None
+        kept.append(row[real[0]])
+    return kept
 
 
 def read_text(td: TensorDictBase, keys: PolicyKeys, codec: TextCodec, *, entry: str = "prompt") -> PromptInput:
@@ -155,12 +182,6 @@ class _Place:
     key: Key
     mask_key: Key
     explicit: bool
-
-
-def _is_shaped_like(mask: Any, value: Any) -> bool:
-    if isinstance(mask, torch.Tensor) and isinstance(value, torch.Tensor):
-        return not value.is_nested and mask.shape == value.shape
-    return type(mask) is type(value)
 
 
 def _read(td: TensorDictBase, key: tuple[str, ...]) -> Any:

@@ -64,7 +64,7 @@ def check_scoring_settings(sampling: SamplingConfig, info: ModelInfo, *, num_sam
             f"generate=False needs logprobs, and the engine returns {info.logprobs_mode}: launch it with "
             "logprobs_mode='processed_logprobs'"
         )
-    plain, named = asdict(_PLAIN), asdict(sampling)
+    plain, named = asdict(_PLAIN), asdict(replace(sampling, top_k=max(sampling.top_k, 0)))
     stated = [f"{name}={named[name]!r}" for name in _CHANGES_THE_DISTRIBUTION if named[name] != plain[name]]
     if stated:
         raise ConfigError(

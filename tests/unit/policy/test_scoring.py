@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
-from torchrl.data import Unbounded
 from torchrl.data.llm import History
-from torchrl.envs import Transform
-from torchrl.envs.llm import ChatEnv
-from torchrl.envs.llm.transforms.kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
-from torchrl.modules.llm.policies import ChatHistory, Tokens, TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory, Tokens
 
 from rl_vllm.errors import BadInputError, BadPromptError, ConfigError
 from rl_vllm.policy import PolicyOptions, VLLMPolicy
@@ -225,95 +221,6 @@ def test_a_call_takes_no_sampling_settings_and_needs_its_entry(service):
         policy(td, max_tokens=3)
     with pytest.raises(BadInputError, match=r"tokens.*full"):
         policy(td)
-
-
-def reference(hf_model, tokenizer, *, pad, **names):
-    return TransformersWrapper(
-        hf_model, tokenizer=tokenizer, input_mode="history", generate=False, pad_output=pad, return_log_probs=True,
-        **names,
-    )  # fmt: skip
-
-
-def generated(service, tokenizer, *, pad):
-    policy = VLLMPolicy(
-        service, input_mode="history", tokenizer=tokenizer, pad_output=pad, sampling={"max_tokens": 6}
-    )  # fmt: skip
-    prompts = History.from_chats([[chat[0]] for chat in CHATS])
-    return policy, policy(TensorDict(history=ChatHistory(prompt=prompts, batch_size=2), batch_size=2))
-
-
-@pytest.mark.parametrize("pad", [True, False])
-def test_retrieve_log_prob_takes_our_scorer_and_agrees_with_transformers(service, hf_model, tokenizer, pad):
-    ours = VLLMPolicy(service, generate=False, input_mode="history", tokenizer=tokenizer, pad_output=pad)
-    theirs = reference(hf_model, tokenizer, pad=pad)
-    # TorchRL cannot rename ragged logprobs of its own wrapper.
-    key = ("ref" if pad else "log_probs", "full")
-    results = [
-        RetrieveLogProb(model, log_probs_full_key=key, assistant_only=True, tokenizer=tokenizer)(chats_td())
-        for model in (ours, theirs)
-    ]
-    found, expected = (result.get(key, as_list=True) for result in results)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=1e-4)
-        assert (one != 0).sum() > 1
-
-
-@pytest.mark.parametrize("pad", [True, False])
-def test_retrieve_kl_of_one_model_with_itself_is_zero(service, hf_model, tokenizer, pad):
-    ours = VLLMPolicy(service, generate=False, input_mode="history", tokenizer=tokenizer, pad_output=pad)
-    ours.set_keys(log_probs="gen_log_probs")
-    theirs = reference(hf_model, tokenizer, pad=pad, log_probs_key="ref_log_probs")
-    transform = RetrieveKL(
-        gen_model=ours, ref_model=theirs, assistant_only=True, tokenizer=tokenizer, add_to_reward=False,
-        gen_log_probs_full_key=("gen_log_probs", "full"), ref_log_probs_full_key=("ref_log_probs", "full"),
-    )  # fmt: skip
-    td = TensorDict(next=chats_td(), batch_size=2).update(chats_td())
-    out = transform(td)
-    kl = out["next"].get("kl_penalty", as_list=True)
-    for row in kl:
-        torch.testing.assert_close(row, torch.zeros_like(row), rtol=0, atol=1e-4)
-    gen = out["next"].get(("gen_log_probs", "full"), as_list=True)
-    assert all((row != 0).any() for row in gen)
-
-
-class RewardOfThree(Transform):
-    """One reward per row, with the axes of a logprob."""
-
-    def _step(self, tensordict, next_tensordict):
-        return next_tensordict.set("reward", torch.full((*tensordict.batch_size, 1, 1), 3.0))
-
-    def transform_reward_spec(self, reward_spec):
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1))
-        return reward_spec
-
-
-@pytest.mark.parametrize("by_transformers", [True, False])
-def test_kl_reward_transform_takes_generated_batches_and_either_model_as_reference(
-    hf_scored_service, service, hf_model, tokenizer, by_transformers
-):
-    reference_model = VLLMPolicy(service, generate=False)
-    if by_transformers:
-        reference_model = TransformersWrapper(
-            hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True, pad_model_input=True
-        )
-    env = ChatEnv(batch_size=(2,), input_mode="history", tokenizer=tokenizer)
-    env = env.append_transform(RewardOfThree())
-    env = env.append_transform(KLRewardTransform(reference_model, coef=2.0, assistant_only=True))
-    policy = VLLMPolicy(hf_scored_service, input_mode="history", tokenizer=tokenizer, sampling={"max_tokens": 6})
-    # The policy's own logprobs are the model's: the reference is the same model, and the KL is 0.
-    state = policy(env.reset(TensorDict(query=["hi", "what is it?"], batch_size=2)))
-    mask = state["masks", "all_assistant_mask"]
-    kl = env.step(state.copy())["next", "kl_penalty"][..., 0]
-    assert kl.shape == mask.shape
-    torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-4)
-    # And it can be another: half a nat more on each sampled token costs a reward of coef times that.
-    state["log_probs"].full = state["log_probs", "full"] + 0.5
-    stepped = env.step(state)["next"]
-    kl = stepped["kl_penalty"][..., 0]
-    torch.testing.assert_close(kl[mask], torch.full_like(kl[mask], 0.5), rtol=0, atol=1e-4)
-    assert (kl[~mask] == 0).all()
-    reward = stepped["reward"][..., 0]
-    torch.testing.assert_close(reward[mask], torch.full_like(reward[mask], 3.0 - 2.0 * 0.5), rtol=0, atol=1e-3)
 
 
 def test_the_collectors_get_new_version_call_of_retrieve_kl_works(service, tokenizer):
