@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from rl_vllm import AsyncVLLM, VLLMPolicy, VLLMWeightSyncScheme
-from rl_vllm.collectors import AsyncRolloutCollector, CollectorConfig
+from rl_vllm.collectors import AsyncRolloutCollector, CollectorConfig, ratio_stats
 from rl_vllm.envs import PromptSource, RolloutTask
 from rl_vllm.testing.models import tiny_tokenizer
 from tests.integration.dialogues import NUM_TURNS, RandomTool, Recorder, check_prefixes, worst_error
@@ -118,6 +119,27 @@ def test_the_iterating_collector_refits_by_itself_and_delivers_only_what_is_fres
     # What was begun before a refit and finished after it is older than 0 versions allow: dropped, never delivered.
     assert len(seen) == len(set(seen)) * 2
     assert collector.stats.groups_delivered + collector.stats.groups_stale == 12
+
+
+def test_tokens_score_alike_as_they_were_sampled_alone_and_in_a_batch(
+    service: AsyncVLLM, tiny_qwen3_tied: Path, scheme: VLLMWeightSyncScheme
+) -> None:
+    """Decoding, prefill alone and prefill among others run different kernels; nothing promises equal bits."""
+    model = load_trainer(tiny_qwen3_tied)
+    scheme.create_sender().update_weights(model)
+    policy = VLLMPolicy(service, sampling={"max_tokens": 32, "ignore_eos": True})
+    prompts = torch.randint(3, 500, (16, 8), generator=torch.Generator().manual_seed(0))
+    sampled = policy(TensorDict({("tokens", "prompt"): prompts}, batch_size=16))
+    mask = sampled["masks", "all_assistant_mask"]
+    decoded = sampled["log_probs", "full"].clone()
+    scorer = policy.get_new_version(generate=False)
+    together = scorer(sampled.select("tokens", "masks").clone())["log_probs", "full"]
+    alone = torch.cat([scorer(row.clone())["log_probs", "full"] for row in sampled.select("tokens", "masks").split(1)])
+    for name, scores in (("in a batch", together), ("alone", alone)):
+        stats = ratio_stats(scores, decoded, mask, cap=2.0)
+        print(f"prefill {name} against decoding: {stats}")
+        assert stats.largest < 1 + TOLERANCE_NATS
+        assert stats.smallest > 1 - TOLERANCE_NATS
 
 
 @pytest.mark.slow
