@@ -81,6 +81,8 @@ class Asker:
             self._stats.tokens_sampled += len(batch.tokens_T)
             if batch.failures:
                 raise GenerationError(((0, batch.failures[0].reason),))
+            if len(batch) != n:
+                raise GenerationError(((0, f"the service returned {len(batch)} of {n} samples"),))
             return [self._answer(batch.sorted_rows(), index) for index in range(len(batch))]
 
     def _answer(self, batch: CompletionBatch, index: int) -> Answer | Exception:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
@@ -22,7 +24,7 @@ from rl_vllm.collectors.stats import CollectorStats
 from rl_vllm.collectors.writer import BufferWriter
 from rl_vllm.envs.background import Background
 from rl_vllm.envs.rollout_task import RolloutTask
-from rl_vllm.errors import ConfigError, NoProgressError
+from rl_vllm.errors import BadInputError, ConfigError, NoProgressError
 from rl_vllm.policy import VLLMPolicy
 from rl_vllm.protocols import AsyncGenerationService
 from rl_vllm.types import RefitReceipt
@@ -105,6 +107,8 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         self._running: list[Future[None]] = []
         self._num_handed_over = 0
         self._closed = False
+        # One step at a time, whoever asks for it.
+        self._stepping = threading.Lock()
         policy.register_collector(self)
 
     @property
@@ -137,22 +141,25 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
             RewardError, BadInputError, ...: What nothing else would have escaped: see
                 :data:`rl_vllm.collectors.groups.FATAL`, and what the source raises.
         """
+        with self._stepping:
+            return self._step()
+
+    def _step(self) -> TensorDictBase | None:
+        left = self._left()
+        wanted = self.config.groups_per_batch if left is None else min(left, self.config.groups_per_batch)
+        if not wanted:
+            self.shutdown()
         if self._closed:
             raise StopIteration
         self._begin(frees_slots=False)
-        wanted = self.config.groups_per_batch
-        if self.config.total_groups is not None:
-            wanted = min(wanted, self.config.total_groups - self._num_handed_over)
         taken = self._written(wanted) if self._writer is not None else self._batch(wanted)
         if not taken:
             self._raise_if_nothing_ever_came()
             self.shutdown()
             raise StopIteration
-        count, batch = taken
-        self._num_handed_over += count
         assert self._pump is not None
         self._call(self._pump.batch_is_full())
-        return batch
+        return taken[0]
 
     def update_policy_weights_(self, weights: Any = None) -> RefitReceipt:
         """Push weights to the service: the registered model's, or ``weights``; rollouts go on meanwhile.
@@ -170,29 +177,38 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
 
         A prompt counts as done when its group was delivered or dropped; of those in flight the rollouts are made again.
         """
-        return {"ledger": self._ledger.state_dict(), "groups": self._num_handed_over}
+        with self._pump.changed if self._pump is not None else nullcontext():
+            # What is in the buffer is delivered, whether or not somebody has asked for it.
+            num_waiting = 0 if self._writer is None else self._writer.num_waiting
+            return {"ledger": self._ledger.state_dict(), "groups": self._num_handed_over + num_waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another collector over the same prompts.
 
         Raises:
-            BadInputError: The state lacks an entry, or this collector has begun.
+            BadInputError: The state is not one of a collector, or this collector has begun.
         """
+        missing = {"ledger", "groups"} - set(state if isinstance(state, Mapping) else ())
+        if missing:
+            raise BadInputError(f"the collector's state lacks {sorted(missing)}: give what state_dict() returned")
+        groups = state["groups"]
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
+            raise BadInputError(f"the collector's state has groups={groups!r}: give what state_dict() returned")
         self._ledger.load_state_dict(state["ledger"])
-        self._num_handed_over = int(state["groups"])
+        self._num_handed_over = groups
 
     def shutdown(self) -> None:
         """Abort what is in flight and end the threads. Idempotent."""
         self._closed = True
-        if self._background is not None:
+        background, self._background = self._background, None
+        if background is not None:
             for running in self._running:
                 running.cancel()
-            self._background.close()
-            self._background = None
-        if self._pump is not None:
-            # Another thread may be waiting for a group.
-            with self._pump.changed:
-                self._pump.changed.notify_all()
+            if self._pump is not None:
+                with self._pump.changed:
+                    # A step of another thread may be waiting.
+                    self._pump.changed.notify_all()
+            background.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,9 +234,9 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         self._running.append(self._background.submit(self._pump.run()))
 
     def _left(self) -> int | None:
-        return None if self.config.total_groups is None else self.config.total_groups - self._num_handed_over
+        return None if self.config.total_groups is None else max(0, self.config.total_groups - self._num_handed_over)
 
-    def _batch(self, wanted: int) -> tuple[int, TensorDictBase] | None:
+    def _batch(self, wanted: int) -> tuple[TensorDictBase] | None:
         """Groups turned into rows in this thread; all of them at one version, so that none grows old here."""
         pump = self._pump
         assert pump is not None
@@ -243,7 +259,8 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
                 pump.ready.remove(group)
                 self._ledger.settle(group.draw.position)
                 self._delivery.count(parcels[group.draw.position])
-        return len(groups), batch
+            self._num_handed_over += len(groups)
+        return (batch,)
 
     def _pack(self, group: Group, parcels: dict[int, Parcel]) -> bool:
         """Whether a group can be delivered now; its rows go into ``parcels``, or it leaves the pump."""
@@ -263,7 +280,7 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         self._call(pump.refuse(position, outcome.reason))
         return False
 
-    def _written(self, wanted: int) -> tuple[int, None] | None:
+    def _written(self, wanted: int) -> tuple[None] | None:
         """Wait until that many more groups are in the buffer."""
         writer, pump = self._writer, self._pump
         assert writer is not None
@@ -272,8 +289,10 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
         with pump.changed:
             count = min(wanted, writer.num_waiting)
             writer.num_waiting -= count
-        self._call(pump.free(count))
-        return (count, None) if count else None
+            self._num_handed_over += count
+        if not writer.frees_slots:
+            self._call(pump.free(count))
+        return (None,) if count else None
 
     def _wait(self, is_ready: Any, waited_for: str) -> None:
         """Wait for groups, or for the end; raise what ended the pump."""
@@ -306,5 +325,9 @@ class AsyncRolloutCollector(Iterator["TensorDictBase | None"]):
             )
 
     def _call(self, work: Any) -> None:
-        assert self._background is not None
-        self._background.run(work, timeout_s=_CALL_TIMEOUT_S, waited_for="the collector's loop")
+        background = self._background
+        if background is None:
+            # Shut down meanwhile: nothing runs that could be told.
+            work.close()
+            return
+        background.run(work, timeout_s=_CALL_TIMEOUT_S, waited_for="the collector's loop")

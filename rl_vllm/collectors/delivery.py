@@ -15,6 +15,7 @@ from rl_vllm.collectors.rows import group_tensordict
 from rl_vllm.collectors.staleness import oldest_version, without_stale_tokens
 from rl_vllm.collectors.stats import CollectorStats
 from rl_vllm.envs.dialogue import Segment
+from rl_vllm.errors import BadInputError
 from rl_vllm.policy.rendering import ChatRenderer
 from rl_vllm.protocols import GenerationService
 
@@ -75,7 +76,12 @@ class Delivery:
         return len({sample.reward for sample in group.samples}) > 1
 
     def parcel(self, group: Group) -> Parcel | Refusal:
-        """The rows of a group, at the version that is served now."""
+        """The rows of a group, at the version that is served now.
+
+        Raises:
+            BadInputError: ``postproc`` returned what are no rows.
+            Exception: What ``postproc`` raised.
+        """
         version = self._service.weight_version
         segments = [sample.rollout.segments for sample in group.samples]
         truncated = 0
@@ -91,11 +97,29 @@ class Delivery:
             logprobs_mode=self._service.model_info().logprobs_mode,
             renderer=self._renderer,
         )
-        processed = rows if self._postproc is None else self._postproc(rows)
+        processed = self._processed(rows)
         if processed is None:
             return Refusal(POSTPROC)
         trained = sum(int(segment.sampled_T.sum()) for of_one in segments for segment in of_one)
         return Parcel(processed, version, trained, truncated)
+
+    def _processed(self, rows: TensorDictBase) -> TensorDictBase | None:
+        if self._postproc is None:
+            return rows
+        try:
+            processed = self._postproc(rows)
+        except StopIteration as error:
+            # The iteration would end with it, as if there were no more prompts.
+            raise RuntimeError("postproc raised StopIteration: a next() in it found nothing") from error
+        if processed is None:
+            return None
+        if isinstance(processed, TensorDictBase) and processed.batch_dims and len(processed):
+            return processed
+        shown = f"batch size {list(processed.batch_size)}" if isinstance(processed, TensorDictBase) else "no tensordict"
+        raise BadInputError(
+            f"postproc returned a {type(processed).__name__} ({shown}): return the rows of a group, [R] with R >= 1, "
+            "or None to reject it"
+        )
 
     def is_current(self, parcel: Parcel) -> bool:
         """Whether the version it was made for is still the one that is served, or no bound depends on it."""

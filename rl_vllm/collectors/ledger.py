@@ -71,16 +71,39 @@ class Ledger:
         """Go on from a state; nothing may have been drawn yet.
 
         Raises:
-            BadInputError: Something has been drawn, or the state lacks an entry.
+            BadInputError: Something has been drawn, or the state is not one of a ledger.
         """
-        missing = {"next_position", "open"} - set(state)
-        if missing:
-            raise BadInputError(f"the collector's state lacks {sorted(missing)}: give what state_dict() returned")
+        position, again = _read(state)
         with self._lock:
             if self._next or self._entries is not None:
                 raise BadInputError(
                     f"{self._next} prompts have been drawn already: load the state before the first batch"
                 )
-            self._next = int(state["next_position"])
-            self._again = [Draw(int(position), entry) for position, entry in state["open"]]
+            self._next = position
+            self._again = again
             self._open = {draw.position: draw.entry for draw in self._again}
+
+
+def _read(state: Mapping[str, Any]) -> tuple[int, list[Draw]]:
+    """The next position and the open prompts of a state; nothing has changed when it is refused."""
+    missing = {"next_position", "open"} - set(state if isinstance(state, Mapping) else ())
+    if missing:
+        raise BadInputError(f"the collector's state lacks {sorted(missing)}: give what state_dict() returned")
+    try:
+        position = int(state["next_position"])
+        again = [Draw(int(place), entry) for place, entry in state["open"]]
+    except (TypeError, ValueError) as error:
+        raise BadInputError(
+            f"the collector's state cannot be read: give what state_dict() returned ({error})"
+        ) from error
+    places = [draw.position for draw in again]
+    if len(set(places)) < len(places) or not all(0 <= place < position for place in places) or position < 0:
+        raise BadInputError(
+            f"the collector's state has the open prompts {places} before position {position}: each must come once, "
+            "below it; give what state_dict() returned"
+        )
+    if not all(isinstance(draw.entry, Mapping) for draw in again):
+        raise BadInputError(
+            "the collector's state has open prompts that are no mappings: give what state_dict() returned"
+        )
+    return position, again

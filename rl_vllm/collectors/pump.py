@@ -102,11 +102,14 @@ class Pump:
         """A finished group is not delivered: another one takes its place, unless too many were refused."""
         self._ledger.settle(position)
         self._refused[reason] += 1
+        await self.free(1)
         if self._refused.total() > (self._config.max_oversampling - 1) * self._config.groups_per_batch:
             cap = int(self._config.max_oversampling * self._config.groups_per_batch)
             accepted = min(len(self.ready), self._config.groups_per_batch)
-            raise OverSamplingError(cap, accepted, self._config.groups_per_batch, tuple(self._refused.most_common()))
-        await self.free(1)
+            reasons = tuple(self._refused.most_common())
+            # Who goes on after the error begins another batch.
+            self._refused.clear()
+            raise OverSamplingError(cap, accepted, self._config.groups_per_batch, reasons)
 
     async def batch_is_full(self) -> None:
         """Count refusals anew."""
@@ -137,7 +140,8 @@ class Pump:
 
     def _end(self, error: BaseException | None) -> None:
         with self.changed:
-            # What the writer met ended the pump: that stays the reason.
-            self.error = error if self.error is None else self.error
+            # Who delivers the groups may have failed before.
+            if self.error is None:
+                self.error = error
             self.exhausted = self.error is None
             self.changed.notify_all()

@@ -26,6 +26,7 @@ class BufferWriter:
 
     Attributes:
         num_waiting: Groups written since they were last counted down; guarded by ``pump.changed``.
+        frees_slots: As given.
         is_done: Nothing will be written any more.
     """
 
@@ -45,7 +46,7 @@ class BufferWriter:
         self._pump = pump
         self._delivery = delivery
         self._ledger = ledger
-        self._frees_slots = frees_slots
+        self.frees_slots = frees_slots
         self._left = total
 
     async def run(self) -> None:
@@ -62,7 +63,10 @@ class BufferWriter:
     def _store(self, parcel: Parcel, position: int) -> None:
         """Both in one thread: no cancellation comes between a group in the buffer and its prompt being done with."""
         self._buffer.extend(parcel.rows)
-        self._ledger.settle(position)
+        with self._pump.changed:
+            self._ledger.settle(position)
+            self.num_waiting += 1
+            self._pump.changed.notify_all()
 
     async def _write_all(self) -> None:
         while self._left is None or self._left > 0:
@@ -82,8 +86,5 @@ class BufferWriter:
             await asyncio.to_thread(self._store, outcome, group.draw.position)
             if self._left is not None:
                 self._left -= 1
-            if self._frees_slots:
+            if self.frees_slots:
                 await self._pump.free(1)
-            with self._pump.changed:
-                self.num_waiting += 1
-                self._pump.changed.notify_all()

@@ -23,6 +23,7 @@ from rl_vllm.envs.calls import call
 from rl_vllm.envs.dialogue import ON_REWRITE, Answer, Dialogue, Segment
 from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
 from rl_vllm.envs.prompts import Entry
+from rl_vllm.envs.reward import one_finite_number, shorten
 from rl_vllm.envs.sources import first_messages
 from rl_vllm.errors import BadInputError, ConfigError
 from rl_vllm.policy import VLLMPolicy
@@ -150,6 +151,7 @@ class Rollout:
             The turn's own reward.
 
         Raises:
+            RewardError: The turn's reward is not one finite number.
             Exception: What the interaction raised.
         """
         text = self._dialogue.answer(answer)
@@ -157,7 +159,8 @@ class Rollout:
         reply = Reply(done=True)
         if self._interaction is not None:
             reply = await self._call(self._interaction.reply, text, self.messages)
-        self.turn_rewards.append(reply.reward)
+        reward = one_finite_number(reply.reward, f"turn {len(self.turn_rewards)}, answer {shorten(text)}")
+        self.turn_rewards.append(reward)
         cut = answer.finish == FinishReason.LENGTH
         if reply.done or not reply.messages:
             self._end(truncated=cut)
@@ -170,7 +173,7 @@ class Rollout:
             if len(self.prompt_T) >= self._setup.max_model_len:
                 self._forget_prompt(sealed, length)
                 self._end(truncated=True)
-        return reply.reward
+        return reward
 
     def finished(self) -> Finished:
         """The rollout as reward functions see it; call it when it is done."""

@@ -3,9 +3,12 @@
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm.grpo import MCAdvantage
 
@@ -430,3 +433,119 @@ def test_a_slow_source_holds_up_neither_the_state_nor_what_is_finished(collect):
     assert collector.state_dict()["ledger"] == {"next_position": 2, "open": []}
     release.set()
     assert groups_of(next(collector)) == [2]
+
+
+def test_an_error_of_the_buffer_is_not_forgotten_when_the_prompts_end(collect):
+    class Full(ReplayBuffer):
+        def extend(self, *_args, **_kwargs):
+            raise RuntimeError("the disk is full")
+
+    collector = collect(prompts(4), replay_buffer=Full(storage=LazyStackStorage(10)), max_in_flight=8)
+    collector.start()
+    collector._running[1].result(20)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        next(collector)
+
+
+def test_iterating_after_start_does_not_let_more_groups_begin(collect, service):
+    gates = Gates()
+
+    async def before(text):
+        if "q0" not in text and "q1" not in text:
+            await gates.wait("never")
+
+    service.before = before
+    buffer = ReplayBuffer(storage=LazyStackStorage(100))
+    collector = collect(prompts(40), replay_buffer=buffer, max_in_flight=3, no_progress_s=0.5)
+    collector.start()
+    assert next(collector) is None
+    with pytest.raises(NoProgressError):
+        next(collector)
+    # Two are in the buffer, and three run.
+    assert collector.stats.groups_begun == 5
+
+
+def test_shutdown_ends_a_step_that_waits(collect, service):
+    gates = Gates()
+
+    async def before(text):
+        await gates.wait("never")
+
+    service.before = before
+    collector = collect(prompts(10), no_progress_s=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(list, collector)
+        while not service.num_running:
+            time.sleep(0.01)
+        collector.shutdown()
+        assert step.result(5) == []
+
+
+def test_threads_that_iterate_together_get_every_group_once(collect):
+    collector = collect(prompts(24), postproc=lambda rows: time.sleep(0.01) or rows)
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda _: list(collector), range(3)))
+    assert sorted(group for batches in parts for batch in batches for group in groups_of(batch)) == list(range(24))
+
+
+def test_rejected_groups_leave_their_slots_when_too_many_were_rejected(collect):
+    rejects = True
+    collector = collect(
+        prompts(100), postproc=lambda rows: None if rejects else rows, max_oversampling=1.0, max_in_flight=2,
+        no_progress_s=2.0,
+    )  # fmt: skip
+    for _ in range(5):
+        with pytest.raises(OverSamplingError, match="1 rejected by postproc"):
+            next(collector)
+    rejects = False
+    assert len(groups_of(next(collector))) == 2
+
+
+@pytest.mark.parametrize("returned", [{"reward": 1.0}, TensorDict({}), "rows"])
+def test_a_postproc_that_returns_no_rows_is_named_and_no_group_is_lost(collect, returned):
+    collector = collect(prompts(2), postproc=lambda rows: returned)
+    with pytest.raises(BadInputError, match="postproc"):
+        next(collector)
+    assert [position for position, _ in collector.state_dict()["ledger"]["open"]] == [0, 1]
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_stop_iteration_of_postproc_is_not_taken_for_the_end(collect, buffered):
+    buffer = {"replay_buffer": ReplayBuffer(storage=LazyStackStorage(100))} if buffered else {}
+    collector = collect(prompts(4), postproc=lambda rows: next(iter([])), no_progress_s=5.0, **buffer)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(collector)
+
+
+def test_a_stop_iteration_of_the_source_is_an_error(collect):
+    def rows():
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(collect(rows, no_progress_s=5.0))
+
+
+def test_a_service_that_returns_too_few_samples_says_so(collect, service, monkeypatch):
+    whole = type(service).agenerate_batch
+
+    async def fewer(self, prompts, sampling, **options):
+        return await whole(self, prompts, replace(sampling, n=1), **options)
+
+    monkeypatch.setattr(type(service), "agenerate_batch", fewer)
+    with pytest.raises(NoProgressError, match="1 of 2 samples"):
+        list(collect(prompts(2), max_retries=0))
+
+
+def test_a_turns_reward_that_is_not_finite_fails_its_rollout(collect):
+    class Nan:
+        def begin(self, messages):
+            return messages
+
+        def reply(self, answer, messages):
+            return Reply((), reward=float("nan"), done=True)
+
+        def close(self):
+            pass
+
+    with pytest.raises(NoProgressError):
+        list(collect(prompts(2), interaction=lambda entry: Nan(), max_retries=0))
