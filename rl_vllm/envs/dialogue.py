@@ -10,6 +10,7 @@ what the model sampled, are one segment ``u u E h | a a E | u E h | a E`` whose 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,8 @@ class Dialogue:
         self._renderer = renderer
         self._on_rewrite = on_rewrite
         self._tools = tools
-        # What the current segment says, message by message, its last answer included; and the render it began with.
+        # What the current segment says, message by message, its last answer included, as it was then; and the render of
+        # its last prompt.
         self._said: list[Message] = []
         self._rendered: list[int] = []
 
@@ -150,7 +152,7 @@ class Dialogue:
             ids = full
         segment = self.segments[-1]
         segment.read(ids[len(segment) :])
-        self._said = list(messages)
+        self._said = copied(messages)
         self._rendered = full
         return np.asarray(ids, np.int32)
 
@@ -162,7 +164,7 @@ class Dialogue:
         """
         self.segments[-1].sample(answer)
         spoken = answer.tokens_T.tolist()
-        if spoken and spoken[-1] in self._renderer.end_of_turn_ids:
+        if spoken and (spoken[-1] in self._renderer.answer_end_ids or spoken[-1] == answer.stop):
             spoken = spoken[:-1]
         text = self._renderer.decode(spoken)
         self._said.append({"role": "assistant", "content": text})
@@ -178,23 +180,34 @@ class Dialogue:
             if self._on_rewrite == "segment":
                 return None
             _warn_of_rewriting()
-        exact = self.segments[-1].tokens_T.tolist()
         try:
-            spliced = replace_prefix_tokens(exact, prefix, full, self._renderer.end_of_turn_ids)
+            added = self._added(prefix, full)
+            if not self._begins_alike(prefix, full) and not self._shows(messages[said:], prefix):
+                logger.info("a new segment begins: the chat template left out turns, so that they cannot be counted")
+                return None
         except PrefixMismatchError as error:
             logger.info("a new segment begins: %s", error)
             return None
-        if not self._says(spliced[len(exact) :], messages[said:]):
-            logger.info(
-                "a new segment begins: the chat template left earlier turns out, so that turns cannot be counted"
-            )
-            return None
-        return spliced
+        return [*self.segments[-1].tokens_T.tolist(), *added]
 
-    def _says(self, added: list[int], messages: Sequence[Message]) -> bool:
-        """Whether all that is new stands in what would be added; counting alone loses it when turns are left out."""
-        text = self._renderer.decode(added)
-        return all(content.strip() in text for message in messages for content in _texts(message))
+    def _added(self, prefix: list[int], full: list[int]) -> list[int]:
+        """What goes behind the current segment's ids."""
+        exact = self.segments[-1].tokens_T.tolist()
+        return replace_prefix_tokens(exact, prefix, full, self._renderer.end_of_turn_ids)[len(exact) :]
+
+    def _begins_alike(self, prefix: list[int], full: list[int]) -> bool:
+        """Whether the whole chat's render writes the turns before as they were, so that counting them is safe."""
+        length = 1 + max(place for place, token in enumerate(prefix) if token in self._renderer.end_of_turn_ids)
+        return full[:length] == prefix[:length]
+
+    def _shows(self, new: Sequence[Message], prefix: list[int]) -> bool:
+        """Whether all that is new stands in what would be added; counting alone loses it when turns are left out.
+
+        Marks stand in for the texts: a template may escape those, and they may be part of a header or of one another.
+        """
+        marked, marks = _marked(new)
+        text = self._renderer.decode(self._added(prefix, self._ids([*self._said, *marked], add_generation_prompt=True)))
+        return all(mark in text for mark in marks)
 
     def _rewrites(self, full: list[int]) -> bool:
         """Whether the new render says something else than the last one and the answer to it."""
@@ -205,12 +218,32 @@ class Dialogue:
         return self._renderer.ids(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
 
 
-def _texts(message: Message) -> list[str]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list | tuple) else ()
-    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+def copied(messages: Sequence[Message]) -> list[Message]:
+    """Messages of one's own, which nobody else changes."""
+    return [copy.deepcopy(dict(message)) for message in messages]
+
+
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+    """The messages with a mark in place of each text, and the marks."""
+    marks: list[str] = []
+
+    def mark() -> str:
+        marks.append(f"[text {len(marks)}]")
+        return marks[-1]
+
+    def marked(content: Any) -> Any:
+        if isinstance(content, str):
+            return mark()
+        if not isinstance(content, list | tuple):
+            return content
+        return [{**part, "text": mark()} if _is_text(part) else part for part in content]
+
+    contents = [{"content": marked(message["content"])} if "content" in message else {} for message in messages]
+    return [{**message, **content} for message, content in zip(messages, contents, strict=True)], marks
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 class _Once:

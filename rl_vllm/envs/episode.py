@@ -22,7 +22,8 @@ class Reply:
 
     Attributes:
         messages: What the model reads next: a tool's result, an observation, a question. Empty when it is over.
-        reward: For this turn alone; the rewards of a rollout's turns are added to the reward of its outcome.
+        reward: For this turn alone, one finite number; the rewards of a rollout's turns are added to the reward of its
+            outcome.
         done: The rollout is over.
     """
 
@@ -47,7 +48,8 @@ class Interaction(Protocol):
 
         Args:
             answer: Its text, without the token that ended the turn.
-            messages: The whole chat, the answer last.
+            messages: The whole chat, the answer last. It may be edited in place: the model reads the edited chat next,
+                as a new segment.
         """
         ...
 

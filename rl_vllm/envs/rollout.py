@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rl_vllm.config import require_above_zero, require_at_least, require_choice
 from rl_vllm.envs.calls import call
-from rl_vllm.envs.dialogue import ON_REWRITE, Answer, Dialogue, Segment
+from rl_vllm.envs.dialogue import ON_REWRITE, Answer, Dialogue, Segment, copied
 from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
 from rl_vllm.envs.prompts import Entry
 from rl_vllm.envs.reward import one_finite_number, shorten
@@ -102,7 +102,7 @@ class Rollout:
         entry: The prompt's entry.
 
     Attributes:
-        prompt_T: int32 [T], what the model reads next.
+        prompt_T: int32 [T], what the model reads next, or read last when the rollout is over.
         messages: The chat so far.
         turn_rewards: Of each turn that is over.
         done: It is over.
@@ -119,6 +119,7 @@ class Rollout:
         self._setup = setup
         self._dialogue = Dialogue(setup.renderer, on_rewrite=setup.on_rewrite, tools=setup.tools)
         self._interaction: Interaction | None = None
+        self._response = ""
 
     @property
     def segments(self) -> list[Segment]:
@@ -132,10 +133,10 @@ class Rollout:
             BadInputError: The entry has no messages, or its prompt fills the context.
             Exception: What the interaction raised.
         """
-        messages = first_messages(self.entry, self._setup.system_prompt)
+        messages = copied(first_messages(self.entry, self._setup.system_prompt))
         if self._setup.interaction is not None:
             self._interaction = await self._call(self._setup.interaction, self.entry)
-            messages = list(await self._call(self._interaction.begin, messages))
+            messages = copied(await self._call(self._interaction.begin, messages))
         self.messages = messages
         self.prompt_T = self._dialogue.prompt(messages)
         if len(self.prompt_T) >= self._setup.max_model_len:
@@ -151,15 +152,17 @@ class Rollout:
             The turn's own reward.
 
         Raises:
-            RewardError: The turn's reward is not one finite number.
+            BadInputError: The interaction returned something else than a :class:`Reply`.
+            RewardError: The turn's reward is not one finite number; names prompt and value.
             Exception: What the interaction raised.
         """
         text = self._dialogue.answer(answer)
+        self._response = text.strip()
         self.messages = [*self.messages, {"role": "assistant", "content": text}]
         reply = Reply(done=True)
         if self._interaction is not None:
-            reply = await self._call(self._interaction.reply, text, self.messages)
-        reward = one_finite_number(reply.reward, f"turn {len(self.turn_rewards)}, answer {shorten(text)}")
+            reply = await self._reply_to(text, self._interaction)
+        reward = one_finite_number(reply.reward, self._where())
         self.turn_rewards.append(reward)
         cut = answer.finish == FinishReason.LENGTH
         if reply.done or not reply.messages:
@@ -167,21 +170,22 @@ class Rollout:
         elif len(self.turn_rewards) >= self._setup.max_turns:
             self._end(truncated=True)
         else:
-            self.messages = [*self.messages, *reply.messages]
+            self.messages = [*self.messages, *copied(reply.messages)]
             sealed, length = len(self.segments), len(self.segments[-1])
-            self.prompt_T = self._dialogue.prompt(self.messages)
-            if len(self.prompt_T) >= self._setup.max_model_len:
+            prompt_T = self._dialogue.prompt(self.messages)
+            if len(prompt_T) < self._setup.max_model_len:
+                self.prompt_T = prompt_T
+            else:
                 self._forget_prompt(sealed, length)
                 self._end(truncated=True)
         return reward
 
     def finished(self) -> Finished:
         """The rollout as reward functions see it; call it when it is done."""
-        answers = [message["content"] for message in self.messages if message["role"] == "assistant"]
         return Finished(
             entry=self.entry,
             messages=tuple(self.messages),
-            response=answers[-1].strip(),
+            response=self._response,
             num_turns=len(self.turn_rewards),
             truncated=self.truncated,
         )
@@ -191,6 +195,19 @@ class Rollout:
         interaction, self._interaction = self._interaction, None
         if interaction is not None:
             await self._call(interaction.close)
+
+    async def _reply_to(self, text: str, interaction: Interaction) -> Reply:
+        reply = await self._call(interaction.reply, text, self.messages)
+        if not isinstance(reply, Reply):
+            raise BadInputError(
+                f"{type(interaction).__name__}.reply returned {shorten(str(reply))} ({type(reply).__name__}) "
+                f"instead of a Reply, on {self._where()}"
+            )
+        return reply
+
+    def _where(self) -> str:
+        question = shorten(str(self.entry.get("question", "")))
+        return f"prompt {question}, turn {len(self.turn_rewards)}, answer {shorten(self._response)}"
 
     def _end(self, *, truncated: bool) -> None:
         self.done = True

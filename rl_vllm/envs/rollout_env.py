@@ -128,7 +128,7 @@ class RolloutEnv(EnvBase):
         return self._observation()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        answers = read_answers(tensordict, self.task.setup.renderer.end_of_turn_ids)
+        answers = read_answers(tensordict, self.task.setup.renderer.answer_end_ids)
         rewards = self._run(self._advance(answers), "rollouts to go on")
         result = self._observation()
         over = torch.tensor([rollout.done for rollout in self.rollouts]).unsqueeze(-1)

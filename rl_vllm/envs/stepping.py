@@ -17,15 +17,15 @@ from rl_vllm.types import FinishReason
 _RESPONSE = ("tokens", "response")
 
 
-def read_answers(tensordict: TensorDictBase, end_of_turn_ids: Collection[int]) -> list[Answer]:
+def read_answers(tensordict: TensorDictBase, answer_end_ids: Collection[int]) -> list[Answer]:
     """One answer per row of a tensordict of batch size [B].
 
     Args:
         tensordict: ``tokens.response`` [B, R] or ragged, and if there are: ``completion.response_length`` [B] (without
-            it a padded row counts up to its last position that ``masks.all_assistant_mask`` marks, or to its end),
-            ``log_probs.response`` (NaN without it), ``policy_version`` (-1), ``completion.finish_reason`` (a
-            response that ends with an end of turn stopped, another one was cut by length).
-        end_of_turn_ids: What ends an answer.
+            it a padded row has as many as ``masks.all_assistant_mask`` marks, or all), ``log_probs.response`` (NaN
+            without it), ``policy_version`` (-1), ``completion.finish_reason`` (a response that ends with an end of
+            answer stopped, another one was cut by length), ``completion.stop_reason`` (None).
+        answer_end_ids: What ends an answer.
 
     Raises:
         BadInputError: There is no response, or a row has no completion (its ``completion.valid`` is False).
@@ -44,11 +44,12 @@ def read_answers(tensordict: TensorDictBase, end_of_turn_ids: Collection[int]) -
     logprobs = _rows(tensordict, ("log_probs", "response"))
     versions = _rows(tensordict, "policy_version")
     finish = _values(tensordict, ("completion", "finish_reason"))
+    stops = _objects(tensordict, ("completion", "stop_reason"))
     cached = _values(tensordict, ("completion", "cached_tokens"))
     answers = []
     for row, (ids, length) in enumerate(zip(responses, lengths, strict=True)):
         tokens = ids[:length].astype(np.int32)
-        ended = length > 0 and int(tokens[-1]) in end_of_turn_ids
+        ended = length > 0 and int(tokens[-1]) in answer_end_ids
         width = len(ids)
         answers.append(
             Answer(
@@ -57,6 +58,7 @@ def read_answers(tensordict: TensorDictBase, end_of_turn_ids: Collection[int]) -
                 # Versions span prompt and response: the response is at their end.
                 versions_T=np.full(length, NO_VERSION) if versions is None else _tail(versions[row], width)[:length],
                 finish=(FinishReason.STOP if ended else FinishReason.LENGTH) if finish is None else finish[row],
+                stop=None if stops is None else stops[row],
                 num_cached=0 if cached is None else cached[row],
             )
         )
@@ -87,3 +89,10 @@ def _rows(tensordict: TensorDictBase, key: Any) -> list[NDArray[Any]] | None:
 def _values(tensordict: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
     value = tensordict.get(key, None)
     return value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else None
+
+
+def _objects(tensordict: TensorDictBase, key: tuple[str, str]) -> list[Any] | None:
+    if key not in tensordict.keys(include_nested=True):
+        return None
+    found: list[Any] = tensordict.get(key).tolist()
+    return found

@@ -8,7 +8,8 @@ from typing import Any
 
 from rl_vllm.errors import ConfigError
 
-_PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_PROBE_ANSWER = "an answer"
+_PROBE = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": _PROBE_ANSWER})
 
 
 class ChatRenderer:
@@ -20,6 +21,10 @@ class ChatRenderer:
         template_kwargs: Further values that the template reads, for example ``{"enable_thinking": False}``.
         end_of_turn_ids: Ids that end an answer; None means the tokenizer's EOS and ``eos_token_ids``.
         eos_token_ids: Ids on which the model stops.
+
+    Attributes:
+        end_of_turn_ids: Ids with which the template ends an answer.
+        answer_end_ids: Ids with which an answer of the model may end: these and every EOS.
 
     Raises:
         ConfigError: There is no chat template, or it ends an answer with none of the ids.
@@ -42,10 +47,12 @@ class ChatRenderer:
         if chat_template is not None:
             self._options["chat_template"] = chat_template
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        given = end_of_turn_ids if end_of_turn_ids is not None else (*own, *eos_token_ids)
-        self.end_of_turn_ids = frozenset(given)
+        stops = frozenset((*own, *eos_token_ids))
+        self.end_of_turn_ids = stops if end_of_turn_ids is None else frozenset(end_of_turn_ids)
+        self.answer_end_ids = self.end_of_turn_ids | stops
         probe = self.ids(_PROBE, add_generation_prompt=False)
-        if not self.end_of_turn_ids & set(probe):
+        last_end = max((place for place, token in enumerate(probe) if token in self.end_of_turn_ids), default=-1)
+        if _PROBE_ANSWER in self.decode(probe[last_end + 1 :]):
             raise ConfigError(
                 f"the chat template ends an answer with none of {sorted(self.end_of_turn_ids)} "
                 f"(an answer renders as {tokenizer.convert_ids_to_tokens(probe)}): name its token in end_of_turn_ids"

@@ -39,13 +39,16 @@ def build(tokenizer):
     """An environment and its policy; ``close`` is called at the end."""
     envs = []
 
-    def make(prompts=("hi", "go", "no", "so"), reward=lambda r, e: 1.0, *, ids=None, max_len=256, **settings):
+    def make(
+        prompts=("hi", "go", "no", "so"), reward=lambda r, e: 1.0, *, ids=None, max_len=256, script=None, **settings
+    ):
         env_settings = {name: settings.pop(name) for name in ("num_prompts", "group_size") if name in settings}
         info = replace(
             FAKE_MODEL, vocab_size=TINY_VOCAB_SIZE, max_model_len=max_len,
             eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
-        script = FakeScript() if ids is None else FakeScript(respond=lambda request: ids)
+        facts = {} if ids is None else {"respond": lambda request: ids}
+        script = FakeScript(**facts, **(script or {}))
         policy = VLLMPolicy(FakeService(info=info, script=script), tokenizer=tokenizer, sampling={"max_tokens": 6})
         data = list(prompts) if not isinstance(prompts, PromptSource) else prompts
         env = RolloutEnv(RolloutTask(data, reward, policy=policy, **settings), **env_settings)
@@ -112,3 +115,38 @@ def test_answers_are_clamped_to_the_context(build):
     td = policy(env.reset())
     assert td["tokens", "response"][0].tolist() == [97, 97]
     assert env.step(td)["next", "truncated"].item()
+
+
+def test_a_row_without_room_for_a_question_leaves_the_others_room_to_go_on(build, tokenizer):
+    # Of 40 tokens "hi" takes 14 and the answer 2; "more" takes 18 more, and a long word does not fit.
+    class Words(Turns):
+        def __init__(self, word):
+            super().__init__(2)
+            self.word = word
+
+        def reply(self, answer, messages):
+            reply = super().reply(answer, messages)
+            return reply if reply.done else Reply(({"role": "user", "content": self.word},))
+
+    words = {"hi": "z" * 40, "go": "more"}
+    env, policy = build(
+        ids=[97, tokenizer.eos_token_id], num_prompts=2, max_len=40, interaction=lambda e: Words(words[e["question"]])
+    )
+    first = env.step(policy(env.reset()))["next"]
+    assert first["truncated"].reshape(-1).tolist() == [True, False]
+    second = env.step(policy(first.select("tokens", "attention_mask", "group_id", "turn")))["next"]
+    assert second["truncated"].reshape(-1).tolist() == [True, False]
+    assert second["terminated"].reshape(-1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("stops", [{}, {0: 65}, {0: 65, 1: 65}])
+def test_a_stop_id_is_not_part_of_the_answer(build, stops):
+    seen = []
+    env, policy = build(
+        reward=lambda r, e: seen.append((e["question"], r)) or 0.0,
+        ids=[121, 65],
+        num_prompts=2,
+        script={"stops": stops},
+    )
+    env.step(policy(env.reset()))
+    assert dict(seen) == {"hi": "y" if 0 in stops else "yA", "go": "y" if 1 in stops else "yA"}

@@ -37,3 +37,14 @@ def test_template_kwargs_and_tools_reach_the_template(tokenizer):
     schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     assert renderer.decode(renderer.ids(HI, add_generation_prompt=False)) == "x0hi<|im_end|>"
     assert renderer.decode(renderer.ids(HI, add_generation_prompt=False, tools=[schema])) == "x1hi<|im_end|>"
+
+
+@pytest.mark.parametrize("own_end", ["", "<|endoftext|>"])
+def test_a_template_that_ends_only_what_users_say_is_refused(tokenizer, own_end):
+    # Turns are told apart by their ends: such an answer would be read twice.
+    template = (
+        "{% for m in messages %}{{ m['content'] + ('<|im_end|>' if m['role'] == 'user' else '" + own_end + "') }}"
+        "{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="ends an answer with none"):
+        ChatRenderer(tokenizer, chat_template=template)
