@@ -151,7 +151,7 @@ class Rewards:
             error = errors[0] if len(errors) == 1 else RewardError("; ".join(str(one) for one in errors))
             return Score(None, parts, error)
         total = float(sum(self._rewards[name].weight * value for name, value in parts.items()))
-        if not math.isfinite(total):
+        if not abs(total) <= torch.finfo(torch.float32).max:
             return Score(None, parts, RewardError(f"the weighted sum of {parts} is {total}: lower weights or values"))
         return Score(total, parts)
 

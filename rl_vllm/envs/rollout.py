@@ -220,6 +220,9 @@ class Rollout:
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
         outcome = await call(function, *arguments, timeout_s=self._setup.interaction_timeout_s)
-        if outcome.error is not None:
+        if isinstance(outcome.error, Exception):
             raise outcome.error
+        if outcome.error is not None:
+            # An exit or a cancellation that it raised is its own failure, and nobody else's end.
+            raise RuntimeError(f"an interaction raised {outcome.error!r}") from outcome.error
         return outcome.value

@@ -1,9 +1,11 @@
 """Groups come whole, once, as they finish; failures cost what they must and nothing more."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm.grpo import MCAdvantage
 
 from rl_vllm.collectors import CollectorConfig
-from rl_vllm.envs import Reply
+from rl_vllm.envs import Reply, Rewards
 from rl_vllm.errors import (
     BadInputError,
     ConfigError,
@@ -124,8 +126,6 @@ def test_a_group_is_dropped_whole_when_a_rollout_keeps_failing_and_is_never_a_ze
 
 
 def test_a_reward_that_hangs_fails_its_rollout(collect):
-    from rl_vllm.envs import Rewards
-
     def reward(response, entry):
         if entry["question"] == "q0":
             time.sleep(3.0)
@@ -435,14 +435,23 @@ def test_a_slow_source_holds_up_neither_the_state_nor_what_is_finished(collect):
     assert groups_of(next(collector)) == [2]
 
 
-def test_an_error_of_the_buffer_is_not_forgotten_when_the_prompts_end(collect):
+def test_an_error_of_the_buffer_is_not_forgotten_when_the_prompts_end(collect, service):
+    gates = Gates()
+
+    async def before(text):
+        if "q3" in text:
+            await gates.wait("q3")
+
     class Full(ReplayBuffer):
         def extend(self, *_args, **_kwargs):
             raise RuntimeError("the disk is full")
 
+    service.before = before
     collector = collect(prompts(4), replay_buffer=Full(storage=LazyStackStorage(10)), max_in_flight=8)
     collector.start()
-    collector._running[1].result(20)
+    writing, pumping = collector._running
+    # What the writer met ends the pump too, also while a group is in flight.
+    assert not futures_wait([writing, pumping], timeout=20).not_done
     with pytest.raises(RuntimeError, match="the disk is full"):
         next(collector)
 
@@ -517,14 +526,6 @@ def test_a_stop_iteration_of_postproc_is_not_taken_for_the_end(collect, buffered
         list(collector)
 
 
-def test_a_stop_iteration_of_the_source_is_an_error(collect):
-    def rows():
-        return next(iter([]))
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(collect(rows, no_progress_s=5.0))
-
-
 def test_a_service_that_returns_too_few_samples_says_so(collect, service, monkeypatch):
     whole = type(service).agenerate_batch
 
@@ -549,3 +550,34 @@ def test_a_turns_reward_that_is_not_finite_fails_its_rollout(collect):
 
     with pytest.raises(NoProgressError):
         list(collect(prompts(2), interaction=lambda entry: Nan(), max_retries=0))
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e39])
+def test_a_reward_that_float32_cannot_hold_fails_its_rollout(collect, weight):
+    # 3.4e38 is the largest.
+    value = 1e39 / weight
+    with pytest.raises(NoProgressError, match="RewardError"):
+        list(collect(prompts(2), Rewards([(lambda r, e: value, weight)]), max_retries=0))
+
+
+@pytest.mark.parametrize("end", [SystemExit(3), asyncio.CancelledError()])
+def test_an_interaction_that_exits_or_cancels_itself_costs_its_group_only(collect, end):
+    class Ends:
+        def __init__(self, entry):
+            self.is_bad = entry["question"] == "q0"
+
+        def begin(self, messages):
+            return messages
+
+        def reply(self, answer, messages):
+            if self.is_bad:
+                raise end
+            return Reply((), done=True)
+
+        def close(self):
+            pass
+
+    collector = collect(prompts(3), interaction=Ends, max_retries=0, no_progress_s=5.0)
+    assert sorted(group for batch in collector for group in groups_of(batch)) == [1, 2]
+    assert collector.state_dict()["ledger"]["open"] == []
+    assert collector.stats.groups_failed == 1

@@ -211,7 +211,7 @@ async def test_no_more_calls_run_at_a_time_than_allowed():
 
 
 async def test_a_sum_that_overflows_is_an_error():
-    (score,) = await Rewards([(lambda r, e: 1e308, 10.0)]).score(ROLLOUTS[:1])
+    (score,) = await Rewards([(lambda r, e: 1e38, 10.0)]).score(ROLLOUTS[:1])
     assert score.value is None
     assert "weighted sum" in str(score.error)
 
