@@ -16,7 +16,7 @@ from rl_vllm.envs import PromptSource, RolloutTask
 from rl_vllm.testing.models import tiny_tokenizer
 from tests.integration.dialogues import NUM_TURNS, RandomTool, Recorder, check_prefixes, worst_error
 from tests.integration.facts import found_by
-from tests.integration.truth import load_trainer
+from tests.integration.truth import load_trainer, response_logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -135,6 +135,12 @@ def test_tokens_score_alike_as_they_were_sampled_alone_and_in_a_batch(
     scorer = policy.get_new_version(generate=False)
     together = scorer(sampled.select("tokens", "masks").clone())["log_probs", "full"]
     alone = torch.cat([scorer(row.clone())["log_probs", "full"] for row in sampled.select("tokens", "masks").split(1)])
+    for row in range(16):
+        # The independent answer, for the prompt's tokens too.
+        ids = sampled["tokens", "full"][row].tolist()
+        expected = response_logprobs(model, ids[:1], ids[1:])
+        torch.testing.assert_close(together[row, 1:], expected, rtol=0, atol=TOLERANCE_NATS)
+        assert together[row, 0].isnan()
     for name, scores in (("in a batch", together), ("alone", alone)):
         stats = ratio_stats(scores, decoded, mask, cap=2.0)
         print(f"prefill {name} against decoding: {stats}")
