@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -306,3 +308,10 @@ def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise :class:`ConfigError` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def name_hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write in place of an unknown name: the nearest known one, or after ``otherwise`` all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(names)}"

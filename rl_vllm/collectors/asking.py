@@ -83,7 +83,8 @@ class Asker:
                 raise GenerationError(((0, batch.failures[0].reason),))
             if len(batch) != n:
                 raise GenerationError(((0, f"the service returned {len(batch)} of {n} samples"),))
-            return [self._answer(batch.sorted_rows(), index) for index in range(len(batch))]
+            ordered = batch.sorted_rows()
+            return [self._answer(ordered, index) for index in range(n)]
 
     def _answer(self, batch: CompletionBatch, index: int) -> Answer | Exception:
         logprobs = batch.logprobs(index)

@@ -55,9 +55,10 @@ def group_tensordict(
         [renderer.decode(segment.tokens_T[: segment.num_prompt].tolist()) for segment in flat],
         [renderer.decode(segment.tokens_T[segment.num_prompt :].tolist()) for segment in flat],
     )
+    columns = _columns(flat)
     stack = ragged_tensordict(
-        _columns(flat),
-        _slots(flat),
+        columns,
+        _slots(flat, columns),
         shape=torch.Size([len(flat)]),
         device=None,
         logprobs_mode=logprobs_mode,
@@ -116,11 +117,10 @@ def _columns(segments: list[Segment]) -> TokenColumns:
     )
 
 
-def _slots(segments: list[Segment]) -> Slots:
+def _slots(segments: list[Segment], columns: TokenColumns) -> Slots:
     prompt_lengths = np.array([segment.num_prompt for segment in segments], np.int64)
     lengths = np.array([len(segment) for segment in segments], np.int64) - prompt_lengths
     last = [segment.answers[-1] for segment in segments]
-    columns = _columns(segments)
     return Slots(
         prompt_T=np.concatenate(columns.prompt),
         prompt_lengths_S=prompt_lengths,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl_vllm.envs.dialogue import NO_VERSION, Segment
+from rl_vllm.envs.dialogue import Segment
+from rl_vllm.policy.columns import NO_VERSION
 
 
 def oldest_version(segments: list[Segment]) -> int | None:

@@ -16,7 +16,11 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class Background:
-    """Runs coroutines for the thread that owns it. Start it by building it; stop it with :meth:`close`."""
+    """Runs coroutines for the thread that owns it. Start it by building it; stop it with :meth:`close`.
+
+    Users' coroutines run here and may block the loop: unlike with the service's loop, which keeps the deadlines, the
+    caller keeps them itself.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

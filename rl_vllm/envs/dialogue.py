@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from rl_vllm.config import require_choice
 from rl_vllm.envs.episode import Message
 from rl_vllm.errors import PrefixMismatchError
+from rl_vllm.policy.columns import NO_VERSION
 from rl_vllm.policy.rendering import ChatRenderer
 from rl_vllm.policy.splice import replace_prefix_tokens
 
 logger = logging.getLogger(__name__)
 
 ON_REWRITE = ("splice", "segment")
-NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True)

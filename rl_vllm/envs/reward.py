@@ -18,7 +18,7 @@ from rl_vllm.errors import RewardError
 # In history mode the response is the assistant's message; in text mode what was sampled, end marker included.
 RESPONSE_KEYS = {"history": ("history", "response"), "text": ("text", "response")}
 PROMPT_ID_KEY = "prompt_id"
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST_REWARD = torch.finfo(torch.float32).max
 
 
 class PromptReward(Transform):
@@ -82,8 +82,10 @@ def one_finite_number(value: Any, where: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"the reward is {number}, on {where}: return a finite number, 0 for a wrong answer")
-    if abs(number) > _LARGEST:
-        raise RewardError(f"the reward is {number}, on {where}: float32, which holds rewards, ends at {_LARGEST:.3g}")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(
+            f"the reward is {number}, on {where}: float32, which holds rewards, ends at {LARGEST_REWARD:.3g}"
+        )
     return number
 
 

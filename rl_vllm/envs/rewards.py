@@ -14,7 +14,7 @@ import torch
 from rl_vllm.config import require_above_zero, require_at_least
 from rl_vllm.envs.calls import Outcome, call, function_name
 from rl_vllm.envs.episode import Finished
-from rl_vllm.envs.reward import one_finite_number, shorten
+from rl_vllm.envs.reward import LARGEST_REWARD, one_finite_number, shorten
 from rl_vllm.errors import ConfigError, DeadlineError, RewardError
 
 
@@ -151,7 +151,7 @@ class Rewards:
             error = errors[0] if len(errors) == 1 else RewardError("; ".join(str(one) for one in errors))
             return Score(None, parts, error)
         total = float(sum(self._rewards[name].weight * value for name, value in parts.items()))
-        if not abs(total) <= torch.finfo(torch.float32).max:
+        if not abs(total) <= LARGEST_REWARD:
             return Score(None, parts, RewardError(f"the weighted sum of {parts} is {total}: lower weights or values"))
         return Score(total, parts)
 

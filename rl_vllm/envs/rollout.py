@@ -10,7 +10,6 @@ Whoever drives it (an environment, a collector) gets a prompt, has it answered, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_vllm.config import require_above_zero, require_at_least, require_choice
+from rl_vllm.config import name_hint, require_above_zero, require_at_least, require_choice
 from rl_vllm.envs.calls import call
 from rl_vllm.envs.dialogue import ON_REWRITE, Answer, Dialogue, Segment, copied
 from rl_vllm.envs.episode import Finished, Interaction, InteractionFactory, Message, Reply
@@ -81,12 +80,10 @@ class RolloutSetup:
         """
         if policy.tokenizer is None:
             raise ConfigError("rollouts render chats, and the policy has no tokenizer: pass it tokenizer=")
-        known = {entry.name for entry in fields(cls)} - {"renderer", "max_model_len"}
+        known = sorted({entry.name for entry in fields(cls)} - {"renderer", "max_model_len"} | _RENDERER_SETTINGS)
         for name in settings:
-            if name not in known | _RENDERER_SETTINGS:
-                near = difflib.get_close_matches(name, known | _RENDERER_SETTINGS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {sorted(known | _RENDERER_SETTINGS)}"
-                raise ConfigError(f"RolloutSetup has no setting {name!r}: {hint}")
+            if name not in known:
+                raise ConfigError(f"RolloutSetup has no setting {name!r}: {name_hint(name, known, 'it takes')}")
         info = policy.service.model_info()
         rendering = {name: settings.pop(name) for name in _RENDERER_SETTINGS & set(settings)}
         rendering.setdefault("chat_template", policy.options.chat_template)

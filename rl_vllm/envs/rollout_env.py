@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
@@ -24,9 +23,7 @@ from rl_vllm.envs.prompts import Entry
 from rl_vllm.envs.rollout import Rollout
 from rl_vllm.envs.rollout_task import RolloutTask
 from rl_vllm.envs.stepping import read_answers
-
-_PROMPT = ("tokens", "prompt")
-_RESPONSE = ("tokens", "response")
+from rl_vllm.policy.columns import fill, left_mask
 
 
 class RolloutEnv(EnvBase):
@@ -116,11 +113,13 @@ class RolloutEnv(EnvBase):
             rows = tensordict.get("_reset").reshape(count).nonzero().reshape(-1).tolist()
         if not self.rollouts:
             rows = list(range(count))
-            self.rollouts = [Rollout(self.task.setup, {})] * count
         # All are drawn before anything changes: a source may fail in the middle.
         drawn = [next(self._draws) for _ in rows]
         fresh = [Rollout(self.task.setup, entry) for _, entry in drawn]
-        self._run(_together([self.rollouts[row].close() for row in rows]), "rollouts to close")
+        if self.rollouts:
+            self._run(_together([self.rollouts[row].close() for row in rows]), "rollouts to close")
+        else:
+            self.rollouts = list(fresh)
         for row, rollout, (group, _) in zip(rows, fresh, drawn, strict=True):
             self.rollouts[row] = rollout
             self._groups[row] = group
@@ -156,11 +155,12 @@ class RolloutEnv(EnvBase):
 
     def _observation(self) -> TensorDict:
         prompts = [rollout.prompt_T for rollout in self.rollouts]
-        ids, mask = _pad_left(prompts, self._pad_token_id)
+        mask = left_mask(np.array([len(prompt_T) for prompt_T in prompts]))
+        ids = fill(mask, np.concatenate(prompts), np.int64, self._pad_token_id)
         return TensorDict(
             {
-                _PROMPT: ids,
-                "attention_mask": mask,
+                ("tokens", "prompt"): torch.from_numpy(ids),
+                "attention_mask": torch.from_numpy(mask),
                 "group_id": torch.tensor(self._groups),
                 "turn": torch.tensor([len(rollout.turn_rewards) for rollout in self.rollouts]),
             },
@@ -193,13 +193,3 @@ async def _together(works: list[Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-def _pad_left(rows: list[NDArray[np.int32]], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), fill, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        ids[index, width - len(row) :] = torch.from_numpy(row.astype(np.int64))
-        mask[index, width - len(row) :] = True
-    return ids, mask

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rl_vllm.envs.dialogue import NO_VERSION, Answer
+from rl_vllm.envs.dialogue import Answer
 from rl_vllm.errors import BadInputError
+from rl_vllm.policy.columns import NO_VERSION
 from rl_vllm.types import FinishReason
 
 _RESPONSE = ("tokens", "response")

@@ -134,16 +134,16 @@ class TokenColumns:
 
 def padded_columns(slots: Slots, *, pad_token_id: int) -> TokenColumns:
     """Prompts padded on the left, responses on the right, ``full`` the one beside the other."""
-    prompt_mask = _left_mask(slots.prompt_lengths_S)
+    prompt_mask = left_mask(slots.prompt_lengths_S)
     response_mask = _right_mask(slots.lengths_S)
     known = slots.prompt_logprobs_T
-    prompt = _fill(prompt_mask, slots.prompt_T, np.int64, pad_token_id)
-    prompt_logprobs = _fill(
+    prompt = fill(prompt_mask, slots.prompt_T, np.int64, pad_token_id)
+    prompt_logprobs = fill(
         prompt_mask, np.float32(np.nan) if known is None else known, np.float32, NO_LOGPROB_OF_PADDING
     )
-    response = _fill(response_mask, slots.response_T, np.int64, pad_token_id)
-    response_logprobs = _fill(response_mask, slots.logprobs_T, np.float32, NO_LOGPROB_OF_PADDING)
-    versions = _fill(response_mask, slots.versions_T, np.int64, NO_VERSION)
+    response = fill(response_mask, slots.response_T, np.int64, pad_token_id)
+    response_logprobs = fill(response_mask, slots.logprobs_T, np.float32, NO_LOGPROB_OF_PADDING)
+    versions = fill(response_mask, slots.versions_T, np.int64, NO_VERSION)
     return TokenColumns(
         prompt=prompt,
         response=response,
@@ -252,7 +252,8 @@ def _spread_objects(slot_N: Int64, values_N: tuple[Any, ...], count: int, defaul
     return spread
 
 
-def _left_mask(lengths_S: Int64) -> NDArray[np.bool_]:
+def left_mask(lengths_S: Int64) -> NDArray[np.bool_]:
+    """Bool [S, longest], True where rows that are padded on the left have their values."""
     width = int(lengths_S.max(initial=0))
     return np.arange(width) >= width - lengths_S[:, None]
 
@@ -261,7 +262,7 @@ def _right_mask(lengths_S: Int64) -> NDArray[np.bool_]:
     return np.arange(int(lengths_S.max(initial=0))) < lengths_S[:, None]
 
 
-def _fill(mask: NDArray[np.bool_], values: Any, dtype: Any, padding: float) -> Array:
+def fill(mask: NDArray[np.bool_], values: Any, dtype: Any, padding: float) -> Array:
     """Values laid row after row into the True positions, padding elsewhere."""
     filled = np.full(mask.shape, padding, dtype)
     filled[mask] = values

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from tensordict import unravel_key
 
+from rl_vllm.config import name_hint
 from rl_vllm.errors import ConfigError
 from rl_vllm.policy.options import Key
 
@@ -59,9 +59,7 @@ class PolicyKeys:
         known = [entry.name for entry in fields(self)]
         for group, name in changes.items():
             if group not in known:
-                near = difflib.get_close_matches(group, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
-                raise ConfigError(f"the policy writes no group {group!r}: {hint}")
+                raise ConfigError(f"the policy writes no group {group!r}: {name_hint(group, known, 'they are')}")
             parts = name if isinstance(name, tuple) else (name,)
             if not parts or any(not isinstance(part, str) or not part for part in parts):
                 raise ConfigError(f"the key of {group!r} must be a string or a tuple of strings, got {name!r}")
@@ -125,6 +123,4 @@ def refuse_unknown(changes: dict[str, Any], known: list[str]) -> None:
     """Raise :class:`ConfigError` for the first name that is not known."""
     for name in changes:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-            raise ConfigError(f"VLLMPolicy has no argument {name!r}: {hint}")
+            raise ConfigError(f"VLLMPolicy has no argument {name!r}: {name_hint(name, known, 'it takes')}")

@@ -235,7 +235,7 @@ class VLLMPolicy(Copied, Keyed, AsyncCalls, Scoring, TensorDictModuleBase):
             _require_tensordict("tensordict_out", tensordict_out)
 
     def _generate(self, asked: Asked) -> CompletionBatch:
-        prompts = self._checked(asked)
+        prompts = self._checked(asked.given.prompts)
         completions = self._service.generate_batch(
             prompts, asked.sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from rl_vllm.config import require_at_least
+from rl_vllm.config import name_hint, require_at_least
 from rl_vllm.errors import ConfigError
 from rl_vllm.types import SamplingConfig
 
@@ -193,9 +192,7 @@ def _require_known(given: str, name: str) -> None:
     if name in _FIELDS or name in _ENGINE_FIELDS:
         return
     known = sorted(_FIELDS | _ENGINE_FIELDS | set(_ALIASES) | {"do_sample"})
-    near = difflib.get_close_matches(str(given), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(known)}"
-    raise ConfigError(f"unknown sampling setting {given!r}: {hint}")
+    raise ConfigError(f"unknown sampling setting {given!r}: {name_hint(str(given), known, 'known names:')}")
 
 
 def _parse(name: str, value: object) -> object:

@@ -34,17 +34,16 @@ from tensordict import MetaData, NonTensorData, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from rl_vllm.errors import BadInputError, ConfigError
-from rl_vllm.policy.columns import split_rows
-from rl_vllm.policy.inputs import PromptInput, check_prompts, read_chats, read_text, read_tokens
+from rl_vllm.policy.columns import NO_LOGPROB_OF_PADDING, fill, left_mask, split_rows
+from rl_vllm.policy.inputs import PromptInput, read_chats, read_text, read_tokens
 from rl_vllm.policy.keys import PolicyKeys
 from rl_vllm.policy.options import PolicyOptions
 from rl_vllm.policy.outputs import non_tensor, stack_rows
 from rl_vllm.policy.streaming import warn_of_failures
 from rl_vllm.policy.text import TextCodec
 from rl_vllm.protocols import GenerationService
-from rl_vllm.types import BadPrompt, CompletionBatch, ModelInfo, PromptBatch, SamplingConfig
+from rl_vllm.types import CompletionBatch, ModelInfo, PromptBatch, SamplingConfig
 
-_NO_LOGPROB_OF_PADDING = 0.0
 _PLAIN = SamplingConfig()
 _CHANGES_THE_DISTRIBUTION = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
@@ -116,10 +115,8 @@ class Scoring:
             given, assistant = PromptInput(PromptBatch.from_rows([]), text_B=[], device=tensordict.device), None
         else:
             given, assistant = self._read_full(tensordict)
-        if self.options.on_bad_prompt is BadPrompt.RAISE:
-            check_prompts(given.prompts)
         completions = self._service.generate_batch(
-            given.prompts,
+            self._checked(given.prompts),
             replace(self.sampling, n=1, max_tokens=1, min_tokens=0, prompt_logprobs=0, logprobs=0),
             timeout_s=self.options.timeout_s,
             on_bad_prompt=self.options.on_bad_prompt,
@@ -146,7 +143,7 @@ class Scoring:
         """The result under the groups' usual names."""
         prompts = scored.given.prompts
         if self.pad_output or not len(prompts):
-            mask_BL = scored.given.mask_BL if scored.given.mask_BL is not None else _left_mask(prompts.lengths_B)
+            mask_BL = scored.given.mask_BL if scored.given.mask_BL is not None else left_mask(prompts.lengths_B)
             result = self._padded(scored, mask_BL, shape, device)
         else:
             result = self._ragged(scored, shape, device)
@@ -154,7 +151,7 @@ class Scoring:
             texts = scored.given.text_B
             if texts is None:
                 texts = self._codec.decode(split_rows(prompts.tokens_T, prompts.lengths_B), skip_special_tokens=False)
-            result.set("text", _per_row(lambda full, size: Text(full=full, batch_size=size), texts, shape))
+            result.set("text", Text(full=non_tensor(texts, shape), batch_size=shape))
         if self.input_mode == "history":
             full = tensordict.get(self._keys.within("history", "full"))
             result.set("history", ChatHistory(full=full, batch_size=shape))
@@ -164,9 +161,7 @@ class Scoring:
         self, scored: _Scored, mask_BL: NDArray[np.bool_], shape: torch.Size, device: torch.device | None
     ) -> TensorDict:
         def placed(values: Any, dtype: Any, padding: float) -> torch.Tensor:
-            filled = np.full(mask_BL.shape, padding, dtype)
-            filled[mask_BL] = values
-            return torch.from_numpy(filled).reshape(*shape, mask_BL.shape[1]).to(device)
+            return torch.from_numpy(fill(mask_BL, values, dtype, padding)).reshape(*shape, mask_BL.shape[1]).to(device)
 
         padded = MetaData(data=True)
         assistant = None
@@ -187,7 +182,7 @@ class Scoring:
                 batch_size=shape,
             ),
             "log_probs": LogProbs(
-                full=placed(scored.logprobs_T, np.float32, _NO_LOGPROB_OF_PADDING), padded=padded, batch_size=shape
+                full=placed(scored.logprobs_T, np.float32, NO_LOGPROB_OF_PADDING), padded=padded, batch_size=shape
             ),
             "completion": completion,
         }
@@ -229,6 +224,9 @@ class Scoring:
         }
         return TensorDict(fields, batch_size=shape)
 
+    def _checked(self, prompts: PromptBatch) -> PromptBatch:
+        raise NotImplementedError
+
     def _require_inputs(self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None) -> None:
         raise NotImplementedError
 
@@ -256,12 +254,3 @@ def _join(given: PromptInput, assistant: list[NDArray[np.bool_]] | None, complet
     flat = np.concatenate([*rows, np.zeros(0, np.float32)]).astype(np.float32)
     # An infinite logprob is as unknown as a missing one.
     return _Scored(given, assistant, np.where(np.isfinite(flat), flat, np.float32(np.nan)), cached, valid)
-
-
-def _left_mask(lengths_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-    width = int(lengths_B.max(initial=0))
-    return np.arange(width) >= width - lengths_B[:, None]
-
-
-def _per_row(build: Any, values: list[Any], shape: torch.Size) -> Any:
-    return build(non_tensor(values, shape), shape)

@@ -93,17 +93,18 @@ class AsyncCalls:
             return await asyncio.to_thread(self.forward, tensordict, tensordict_out, **overrides)
         service, sampling = async_service(self._service), self._call_sampling(overrides)
         asked = await asyncio.to_thread(self._ask, tensordict, tensordict_out, sampling)
+        prompts = self._checked(asked.given.prompts)
         completions = await service.agenerate_batch(
-            self._checked(asked), sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
+            prompts, sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
         )
-        warn_of_failures(completions, len(asked.given.prompts))
+        warn_of_failures(completions, len(prompts))
         return await asyncio.to_thread(self._answer, asked, completions, tensordict, tensordict_out)
 
     async def _stream(
         self, service: AsyncGenerationService, tensordict: TensorDictBase, sampling: SamplingConfig
     ) -> AsyncGenerator[tuple[int, TensorDictBase], None]:
         asked = await asyncio.to_thread(self._ask, tensordict, None, sampling)
-        prompts, n = self._checked(asked), sampling.n
+        prompts, n = self._checked(asked.given.prompts), sampling.n
         waiting = set(range(len(prompts) * n))
         chunks = service.stream_batch(
             prompts, sampling, timeout_s=self.options.timeout_s, on_bad_prompt=self.options.on_bad_prompt
@@ -147,10 +148,10 @@ class AsyncCalls:
         written = self._write(part, slots, pad=False).unbind(0) if rows else ()
         return indices, [self._named(row) for row in written]
 
-    def _checked(self, asked: Asked) -> PromptBatch:
+    def _checked(self, prompts: PromptBatch) -> PromptBatch:
         if self.options.on_bad_prompt is BadPrompt.RAISE:
-            check_prompts(asked.given.prompts)
-        return asked.given.prompts
+            check_prompts(prompts)
+        return prompts
 
     def forward(
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **overrides: object
